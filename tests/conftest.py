@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by all rooms, and what the `engine` and `gpu` marks need."""
+
+from pathlib import Path
+
+import pytest
+
+from dspark_k3 import seams
+
+TINY = Path(__file__).resolve().parent.parent / "experiments" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> Path:
+    return TINY / "target"
+
+
+@pytest.fixture(scope="session")
+def tiny_draft() -> Path:
+    return TINY / "dspark-vanilla"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # A vLLM that is installed but broken must fail these tests, not skip them.
+    if item.get_closest_marker("engine") and seams.installed_engine() is None:
+        pytest.skip(f"vLLM is not installed: {seams.CPU_ENGINE.install}")
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("no CUDA device")
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
+    return bool(torch.cuda.is_available())
