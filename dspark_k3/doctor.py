@@ -81,8 +81,11 @@ def run(json: bool = False) -> int:
 def collect() -> Report:
     """Examine this environment. Takes some seconds when vLLM is installed."""
     report = Report(
-        versions={"dspark-k3": __version__, "python": platform.python_version()}
-        | {name: seams.distribution_version(name) for name in DISTRIBUTIONS},
+        versions={
+            "dspark-k3": __version__,
+            "python": platform.python_version(),
+            **{name: seams.distribution_version(name) for name in DISTRIBUTIONS},
+        },
         gpus=_gpus(),
         engine=seams.installed_engine(),
         entry_points={

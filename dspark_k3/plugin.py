@@ -7,6 +7,8 @@ Both are re-entrant and light: nothing heavy is imported until vLLM asks for it.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
 from dspark_k3 import __version__, cpu, seams
 
@@ -63,6 +65,18 @@ def cpu_triton_platform() -> None:
 
 
 def _once(level: int, message: str) -> None:
-    if message not in _announced:
-        _announced.add(message)
+    """Log ``message`` once a process.
+
+    vLLM loads plug-ins before it configures its logging, so until then the line goes
+    to stderr, under the level that vLLM will use.
+    """
+    if message in _announced:
+        return
+    _announced.add(message)
+    if logger.isEnabledFor(level) and logger.hasHandlers():
         logger.log(level, message)
+        return
+    names = logging.getLevelNamesMapping()
+    wanted = os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
+    if level >= names.get(wanted, logging.INFO):
+        print(f"{logging.getLevelName(level)} {message}", file=sys.stderr, flush=True)

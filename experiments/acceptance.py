@@ -15,8 +15,8 @@ Terms (DSpark, arXiv 2607.05147, and vLLM's metrics use them the same way):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Label = Literal["measured", "recorded", "modelled"]
@@ -44,16 +44,20 @@ class AcceptanceCurve:
         survival: ``A_1 .. A_n``, unconditional, non-increasing, in [0, 1].
         label: "measured" (this run), "recorded" (somebody's run) or "modelled".
         provenance: one sentence about the source.
+        own_lengths: acceptance lengths of runs that drafted k tokens each, by k. They
+            take precedence over the sum of survival rates: a run with a smaller k
+            starts its drafts at other anchors than the run the rates come from.
 
     Raises:
         ValueError: a rate outside [0, 1], a rate that rises (the position is
-            named), or an unknown label.
+            named), an own length outside [1, k + 1], or an unknown label.
     """
 
     name: str
     survival: tuple[float, ...]
     label: Label
     provenance: str = ""
+    own_lengths: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = _check_rates("survival rate", self.survival)
@@ -67,6 +71,12 @@ class AcceptanceCurve:
                 )
         if self.label not in LABELS:
             raise ValueError(f"label is {self.label!r}; use one of {LABELS}")
+        for k, length in self.own_lengths.items():
+            if not 1.0 <= length <= k + 1:
+                raise ValueError(
+                    f"acceptance length measured at k = {k} is {length:g}; it must "
+                    f"lie in [1, {k + 1}]"
+                )
         object.__setattr__(self, "survival", values)
 
     @classmethod
@@ -155,7 +165,8 @@ class AcceptanceCurve:
     def length(self, k: int) -> float:
         """Acceptance length AL(k), in tokens a verify step, bonus included."""
         self._check_k(k)
-        return 1.0 + math.fsum(self.survival[:k])
+        own = self.own_lengths.get(k)
+        return 1.0 + math.fsum(self.survival[:k]) if own is None else own
 
     def accepted_distribution(self, k: int) -> tuple[float, ...]:
         """P(exactly m drafts accepted) for m = 0..k; sums to 1."""

@@ -54,7 +54,9 @@ def _from_lengths(spec: str, drafts: int) -> list[AcceptanceCurve]:
 
 
 def curves_from_results(path: Path) -> list[AcceptanceCurve]:
-    """Curves from the ``survival`` lines of a results file or directory.
+    """Curves from the lines of a results file or directory.
+
+    ``survival`` lines give the rates, ``acceptance_length`` lines the runs' own AL(k).
 
     A measured file's curves keep the label they were written with.
 
@@ -62,9 +64,14 @@ def curves_from_results(path: Path) -> list[AcceptanceCurve]:
         ValueError: unreadable file, no survival lines, or a gap in the positions.
     """
     found: dict[str, dict[int, float]] = {}
+    own: dict[str, dict[int, float]] = {}
     labels: dict[str, Label] = {}
     for line in results.read(path):
-        if line["metric" if "metric" in line else "op"] != "survival":
+        metric = line["metric" if "metric" in line else "op"]
+        if metric == "acceptance_length" and line["shape"]["k"] > 0:
+            lengths = own.setdefault(line["variant"], {})
+            lengths[line["shape"]["k"]] = line["value"]
+        if metric != "survival":
             continue
         if line["gates"] and not all(line["gates"].values()):
             raise ValueError(
@@ -82,7 +89,9 @@ def curves_from_results(path: Path) -> list[AcceptanceCurve]:
             raise ValueError(f"{path}: curve {name!r} lacks some positions")
         rates = [points[j] for j in range(1, len(points) + 1)]
         curves.append(
-            AcceptanceCurve.from_survival(name, rates, labels[name], str(path))
+            AcceptanceCurve(
+                name, tuple(rates), labels[name], str(path), own.get(name, {})
+            )
         )
     return curves
 

@@ -177,12 +177,19 @@ class Measurement:
         }
 
     def curve(self) -> AcceptanceCurve | None:
-        """Curve of the longest draft length; None when nothing was verified."""
+        """Survival of the longest draft length, and each run's own acceptance length.
+
+        None when nothing was verified.
+        """
         longest = self.runs[max(self.runs)]
         if not longest.survival_rates:
             return None
-        return AcceptanceCurve.from_survival(
-            self.name, longest.survival_rates, "measured", "tiny pair through vLLM"
+        return AcceptanceCurve(
+            self.name,
+            tuple(longest.survival_rates),
+            "measured",
+            "through vLLM",
+            {k: run.acceptance_length for k, run in self.runs.items() if k > 0},
         )
 
 

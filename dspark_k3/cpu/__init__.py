@@ -66,6 +66,9 @@ def require_active() -> None:
     calls this where an error reaches the user.
     """
     check()
+    # Reading the attribute makes vLLM choose its platform, and so run ours, now.
+    from vllm.platforms import current_platform  # noqa: F401
+
     from dspark_k3.cpu import patches
 
     if patches.applied():

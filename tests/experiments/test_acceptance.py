@@ -120,3 +120,13 @@ def test_length_outside_the_possible_range(length: float) -> None:
     for build in (AcceptanceCurve.geometric, AcceptanceCurve.minimum_variance):
         with pytest.raises(ValueError, match=r"\[1, 8\]"):
             build(length, 7)
+
+
+def test_a_runs_own_acceptance_length_takes_precedence() -> None:
+    """Field case F23: AL at k comes from the run that drafted k, not from trimming a
+    longer one, whose rounds start at other anchors."""
+    curve = AcceptanceCurve("x", (0.25, 0.2), "measured", "", {1: 1.42})
+    assert curve.length(1) == 1.42
+    assert curve.length(2) == pytest.approx(1.45)
+    with pytest.raises(ValueError, match=r"k = 1 is 2\.5"):
+        AcceptanceCurve("x", (0.25,), "measured", "", {1: 2.5})

@@ -35,13 +35,10 @@ def op_line(**changes: Any) -> results.Line:
 
 def test_lines_read_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / results.FILE_NAME
-    assert results.append(path, [speedup_line(), op_line()]) == 2
-    assert results.append(path, [speedup_line(value=2.0)]) == 1
-    assert results.read(tmp_path) == [
-        speedup_line(),
-        op_line(),
-        speedup_line(value=2.0),
-    ]
+    lines = [speedup_line(), op_line(), speedup_line(value=2.0)]
+    assert results.append(path, lines[:2]) == 2
+    assert results.append(path, lines[2:]) == 1
+    assert results.read(tmp_path) == lines
 
 
 def test_provenance_is_filled_in() -> None:
@@ -131,6 +128,11 @@ def test_measured_file_as_acceptance(tmp_path: Path) -> None:
     curves = parse_acceptance(str(tmp_path))
     assert [(c.name, c.survival) for c in curves] == [("a", (0.9, 0.5)), ("b", (0.8,))]
     assert curves[0].label == "measured"
+    own = speedup_line(
+        metric="acceptance_length", value=1.8, variant="a", shape={"k": 1}
+    )
+    results.append(path, [own])
+    assert parse_acceptance(f"{path}#a")[0].length(1) == 1.8
     assert [c.name for c in parse_acceptance(f"{path}#b")] == ["b"]
     with pytest.raises(ValueError, match="it has a, b"):
         parse_acceptance(f"{path}#c")
