@@ -110,11 +110,15 @@ class DSparkConfig:
         draft_length: int | None = None,
     ) -> None:
         """Raise CheckpointError unless the drafter fits this target."""
-        if self.vocab_size != target_vocab_size:
+        # A larger input vocabulary is deliberate when the outputs are named apart (an
+        # extra mask row, say); anything else is another tokenizer.
+        larger = self.vocab_size > target_vocab_size >= self.draft_vocab_size
+        if self.vocab_size != target_vocab_size and not larger:
             raise CheckpointError(
                 f"vocab_size={self.vocab_size} in the drafter's config.json, but the "
                 f"target has {target_vocab_size}: this drafter belongs to another "
-                "target or another tokenizer"
+                "target or another tokenizer (a larger input vocabulary needs "
+                "draft_vocab_size)"
             )
         if self.target_hidden_size != target_hidden_size:
             key = "target_hidden_size" if self.layout == "k3" else "hidden_size"
@@ -284,22 +288,28 @@ def _mask_token(raw: Mapping[str, Any], vocab_size: int) -> int:
 
 
 def _target_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    for key in ("target_layer_ids", "dspark_target_layer_ids"):
-        value = raw.get(key)
-        if value is None:
-            continue
-        ids = tuple(value)
-        if (
-            not ids
-            or not all(isinstance(i, int) and i >= -1 for i in ids)
-            or any(b <= a for a, b in itertools.pairwise(ids))
-        ):
-            raise CheckpointError(
-                f"{key}={list(ids)}: must be strictly increasing layer numbers "
-                "(0-based; -1 is the embedding output)"
-            )
-        return ids
-    raise CheckpointError("target_layer_ids is missing: which layers feed the drafter?")
+    keys = ("target_layer_ids", "dspark_target_layer_ids")
+    found = {key: tuple(raw[key]) for key in keys if raw.get(key) is not None}
+    if not found:
+        raise CheckpointError(
+            "target_layer_ids is missing: which layers feed the drafter?"
+        )
+    if len(set(found.values())) > 1:
+        raise CheckpointError(
+            f"target_layer_ids={list(found[keys[0]])} but dspark_target_layer_ids="
+            f"{list(found[keys[1]])}: engines differ in which they read; keep one"
+        )
+    key, ids = next(iter(found.items()))
+    if (
+        not ids
+        or not all(isinstance(i, int) and i >= -1 for i in ids)
+        or any(b <= a for a, b in itertools.pairwise(ids))
+    ):
+        raise CheckpointError(
+            f"{key}={list(ids)}: must be strictly increasing layer numbers "
+            "(0-based; -1 is the embedding output)"
+        )
+    return ids
 
 
 def _rope(raw: Mapping[str, Any], *, interleaved: bool) -> RopeConfig:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,6 +139,8 @@ def _measure(
         temperatures,
         lengths,
         max_tokens,
+        # An engine computes on one thread; more than two at once want memory.
+        engines=min(2, os.cpu_count() or 1),
     )
     with _progress(console, len(lengths)) as update:
 
@@ -145,7 +148,14 @@ def _measure(
             def say(text: str) -> None:
                 update(f"k = {k}: {text}", 0)
 
-            done = run_engine(target, draft if k else None, k, jobs, progress=say)
+            done = run_engine(
+                target,
+                draft if k else None,
+                k,
+                jobs,
+                batch_size=prompts,
+                progress=say,
+            )
             update(f"k = {k} done", 1)
             return done
 

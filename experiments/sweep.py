@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -197,7 +198,8 @@ class Measurement:
 class Plan:
     """What to run in part 1.
 
-    ``prompts`` maps a text kind to its prompts; ``seed`` is the first request seed.
+    ``prompts`` maps a text kind to its prompts; ``seed`` is the first request seed;
+    ``engines`` is how many draft lengths run at once, each in an engine of its own.
     """
 
     prompts: Mapping[str, Tokens]
@@ -205,6 +207,7 @@ class Plan:
     draft_lengths: Sequence[int]
     max_tokens: int
     seed: int = 20260705
+    engines: int = 1
 
 
 def measure(plan: Plan, run: Runner, job: Callable[..., Any]) -> list[Measurement]:
@@ -221,7 +224,8 @@ def measure(plan: Plan, run: Runner, job: Callable[..., Any]) -> list[Measuremen
     """
     settings = [(t, kind) for t in plan.temperatures for kind in plan.prompts]
     found: list[dict[int, Run]] = [{} for _ in settings]
-    for k in plan.draft_lengths:
+
+    def run_one(k: int) -> Sequence[Run]:
         jobs = [
             job(
                 temperature=temperature,
@@ -233,8 +237,13 @@ def measure(plan: Plan, run: Runner, job: Callable[..., Any]) -> list[Measuremen
             )
             for temperature, kind in settings
         ]
-        for runs, result in zip(found, run(k, jobs), strict=True):
-            runs[k] = result
+        return run(k, jobs)
+
+    with ThreadPoolExecutor(max_workers=plan.engines) as pool:
+        results = pool.map(run_one, plan.draft_lengths)
+        for k, result in zip(plan.draft_lengths, results, strict=True):
+            for runs, one in zip(found, result, strict=True):
+                runs[k] = one
     measured = []
     for (temperature, kind), runs in zip(settings, found, strict=True):
         lossless, check = _compare(runs, temperature)

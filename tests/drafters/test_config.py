@@ -49,6 +49,7 @@ def test_reads_k3_with_yarn() -> None:
         ({"block_size": 0}, "block_size"),
         ({"target_layer_ids": ...}, "target_layer_ids"),
         ({"target_layer_ids": [1, 0]}, "target_layer_ids"),
+        ({"dspark_target_layer_ids": [0, 2]}, "dspark_target_layer_ids"),
         ({"markov_head_type": "lstm"}, "markov_head_type"),
         ({"rope_theta": ...}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
@@ -105,6 +106,15 @@ def test_drafter_of_another_target_is_refused(fit: dict[str, int], key: str) -> 
     config.check_against(**good, draft_length=3)
     with pytest.raises(CheckpointError, match=key):
         config.check_against(**(good | fit))
+
+
+def test_larger_input_vocabulary_needs_named_outputs() -> None:
+    """Field case F34: a mask row beyond the target's vocabulary is deliberate only
+    when the drafter says which outputs it has."""
+    fit = {"target_vocab_size": 5, "target_hidden_size": 16, "num_target_layers": 3}
+    read_config(drafter_json(draft_vocab_size=5)).check_against(**fit)
+    with pytest.raises(CheckpointError, match="draft_vocab_size"):
+        read_config(drafter_json()).check_against(**fit)
 
 
 def test_final_layer_as_tap_is_refused() -> None:

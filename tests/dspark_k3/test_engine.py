@@ -17,10 +17,10 @@ pytestmark = pytest.mark.engine
 TEXT = (inspect.getsource(textwrap) + inspect.getsource(shlex)).encode()
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64, 65, 100)
 PROMPTS = [list(TEXT[1500 + 500 * i :][:n]) for i, n in enumerate(LENGTHS)]
-GREEDY = [Job(0.0, PROMPTS, 20), *(Job(0.0, [prompt], 12) for prompt in PROMPTS)]
+GREEDY = [Job(0.0, PROMPTS, 16), *(Job(0.0, [prompt], 10) for prompt in PROMPTS)]
 """All prompts at batch 4, then one by one: batch 1."""
 
-SAMPLES = 450
+SAMPLES = 360
 
 
 def sampling(count: int) -> list[Job]:
@@ -41,7 +41,7 @@ def test_plain_decoding_speculates_nothing(plain: list[EngineRun]) -> None:
     assert all(run.draft_tokens == run.verify_steps == 0 for run in plain)
     assert plain[0].acceptance_length == 1.0
     assert plain[0].survival_rates == []
-    assert [len(ids) for ids in plain[0].token_ids] == [20] * len(PROMPTS)
+    assert [len(ids) for ids in plain[0].token_ids] == [16] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("length", range(1, 8))
@@ -109,7 +109,7 @@ def test_the_law_test_sees_a_biased_engine(
         tiny_target,
         tiny_draft,
         2,
-        sampling(SAMPLES // 2),
+        sampling(SAMPLES),
         batch_size=64,
         speculative=always,
     )[0]
