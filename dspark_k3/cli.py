@@ -218,7 +218,7 @@ def sweep(
     temperatures: Annotated[str, typer.Option(help="Temperatures, e.g. 0,1.")] = "0,1",
     prompts: Annotated[
         int, typer.Option(help="Held-out prompts for each kind of text.")
-    ] = 12,
+    ] = 20,
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 48,
     acceptance: Acceptance = None,
     profile: Profile = DEFAULT_PROFILE,

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drafters.checkpoint import load_drafter, load_target
+from drafters.loop import speculate
 from experiments.engine import EngineRun, Job, run_engine
 from tests.dspark_k3.two_sample import two_sample_p
 
@@ -115,3 +117,27 @@ def test_the_law_test_sees_a_biased_engine(
     )[0]
     assert run.accepted_tokens == run.draft_tokens
     assert min(p_values(np.array(run.token_ids), plain_samples)) < LEVEL
+
+
+@pytest.mark.parametrize("length", [3, 7])
+def test_acceptance_counts_equal_the_engine_free_loop(
+    tiny_target: Path, tiny_draft: Path, length: int
+) -> None:
+    """Field case F25: unchanged text does not vouch for the counts, so they are held
+    to `drafters.loop`: same prompts, same drafter, same accepted runs by position."""
+    target = load_target(tiny_target)
+    drafter = load_drafter(tiny_draft, target)
+    job = Job(0.0, PROMPTS[4:], 16)
+    expected = [0] * length
+    steps = 0
+    for prompt in job.prompts:
+        trace = speculate(
+            target, drafter, prompt, max_new_tokens=16, draft_length=length
+        )
+        steps += len(trace.accepted)
+        for accepted in trace.accepted:
+            for position in range(accepted):
+                expected[position] += 1
+    run = run_engine(tiny_target, tiny_draft, length, [job])[0]
+    assert run.verify_steps == steps
+    assert run.accepted_per_position == expected

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README says what the recorded results say, and names only what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from dspark_k3.cli import app
+from experiments import results
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+RECORDED = ROOT / "experiments" / "results" / "cpu"
+
+
+def test_results_table_is_the_recorded_run() -> None:
+    lines = results.read(RECORDED)
+    lengths = [
+        line
+        for line in lines
+        if line["metric"] == "acceptance_length" and line["label"] == "measured"
+    ]
+    names = list(dict.fromkeys(line["variant"] for line in lengths))
+    assert len(names) == 4
+    for name in names:
+        mine = {x["shape"]["k"]: x for x in lengths if x["variant"] == name}
+        assert all(all(x["gates"].values()) for x in mine.values())
+        cells = " | ".join(f"{mine[k]['value']:.2f}" for k in range(1, 8))
+        text, heat = name.removeprefix("tiny ").split(" T=")
+        assert f"| {text} | {heat} | {cells} |" in README
+
+
+def test_paths_and_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make ([a-z]+[a-z-]*) ", README)) <= targets | {"and"}
+    named = re.findall(r"(?:experiments|tests|drafters|dspark_k3)/[\w./-]+", README)
+    assert len(named) > 8
+    for path in named:
+        assert (ROOT / path.rstrip(".")).exists(), path
+
+
+def test_commands_in_readme_are_understood() -> None:
+    commands = set(re.findall(r"bin/dspark-k3 ([a-z]+)", README))
+    assert commands == {"advise", "sweep", "plot", "doctor"}
+    for command in commands:
+        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
