@@ -35,9 +35,9 @@ def test_results_table_is_the_recorded_run() -> None:
 
 def test_paths_and_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"make ([a-z]+[a-z-]*) ", README)) <= targets | {"and"}
+    assert set(re.findall(r"make ([a-z]+[a-z-]*) ", README)) <= targets
     named = re.findall(r"(?:experiments|tests|drafters|dspark_k3)/[\w./-]+", README)
-    assert len(named) > 8
+    assert len(named) >= 8
     for path in named:
         assert (ROOT / path.rstrip(".")).exists(), path
 

@@ -19,8 +19,16 @@ pytestmark = pytest.mark.engine
 TEXT = (inspect.getsource(textwrap) + inspect.getsource(shlex)).encode()
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64, 65, 100)
 PROMPTS = [list(TEXT[1500 + 500 * i :][:n]) for i, n in enumerate(LENGTHS)]
-GREEDY = [Job(0.0, PROMPTS, 16), *(Job(0.0, [prompt], 10) for prompt in PROMPTS)]
-"""All prompts at batch 4, then one by one: batch 1."""
+LONG = list(TEXT[:1010])
+SHAPED = {"frequency_penalty": 1.0, "presence_penalty": 0.5, "min_tokens": 6}
+GREEDY = [
+    Job(0.0, PROMPTS, 16),
+    *(Job(0.0, [prompt], 10) for prompt in PROMPTS),
+    Job(0.0, [LONG, PROMPTS[9]], 14),
+    Job(0.0, PROMPTS[4:12], 16, extra=SHAPED),
+]
+"""All prompts at batch 4, one by one (batch 1), one that ends at max_model_len = 1024
+beside a short one, and with logits shaped by what was generated."""
 
 SAMPLES = 360
 
@@ -50,7 +58,11 @@ def test_plain_decoding_speculates_nothing(plain: list[EngineRun]) -> None:
 def test_greedy_text_is_unchanged(
     plain: list[EngineRun], tiny_target: Path, tiny_draft: Path, length: int
 ) -> None:
-    """Field cases F13, F25: every depth gives the plain text, and really speculates."""
+    """Field cases F13, F25: every depth gives the plain text, and really speculates.
+
+    Field case F22: also up to the context limit. Field case F29: also with penalties and
+    min_tokens, which every row of a verify step must see.
+    """
     runs = run_engine(tiny_target, tiny_draft, length, GREEDY)
     for fast, slow in zip(runs, plain, strict=True):
         assert fast.token_ids == slow.token_ids
