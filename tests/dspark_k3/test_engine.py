@@ -60,8 +60,8 @@ def test_greedy_text_is_unchanged(
 ) -> None:
     """Field cases F13, F25: every depth gives the plain text, and really speculates.
 
-    Field case F22: also up to the context limit. Field case F29: also with penalties and
-    min_tokens, which every row of a verify step must see.
+    Field case F22: also up to the context limit. Field case F29: also with penalties
+    and min_tokens, which every row of a verify step must see.
     """
     runs = run_engine(tiny_target, tiny_draft, length, GREEDY)
     for fast, slow in zip(runs, plain, strict=True):
