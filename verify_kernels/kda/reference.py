@@ -205,8 +205,8 @@ def verify(
             for name, z in (("q", rows.q), ("k", rows.k), ("v", rows.v))
         }
         state = cache.state[slot]
-        # One row at a time: torch's vectorised sigmoid and exp may differ in the last
-        # bit between a vector's body and its tail, so a row's bits would depend on M.
+        # One row at a time: with all rows of a request in one call, torch's results
+        # differed in the last bit with the number of rows.
         for t in range(width):
             q = _unit(convolve(lines["q"][t : t + TAPS], weights.conv_q))
             q = q * q.shape[-1] ** -0.5
