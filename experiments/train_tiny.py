@@ -40,8 +40,8 @@ TARGET = Qwen3Config(
 BLOCK_SIZE = 7
 TAPS = (0, 1, 2)
 SEQUENCE = 192
-#: What the shipped checkpoints were trained for. On busy cloud machines, one thread each
-#: (2026-11-29): 449 s for the target, 1082 s for the vanilla drafter, 479 s for the rnn.
+#: What the shipped checkpoints were trained for. On busy machines, one thread each
+#: (2026-11-29): 449 s for the target, 1082 s for vanilla, 479 s for rnn.
 TARGET_STEPS = 1500
 DRAFT_STEPS = {"vanilla": 8000, "gated": 4000, "rnn": 4000}
 
