@@ -15,7 +15,7 @@ class Settings:
     """Our settings.
 
     ``check_draft``: refuse a Qwen3 DSpark checkpoint that does not fit the target or
-    the speculative settings. Set it to false to get vLLM's own, silent, behaviour.
+    the speculative settings. Set it to false to load it unchecked, as vLLM does.
     """
 
     check_draft: bool = True

@@ -199,7 +199,8 @@ class Plan:
     """What to run in part 1.
 
     ``prompts`` maps a text kind to its prompts; ``seed`` is the first request seed;
-    ``engines`` is how many draft lengths run at once, each in an engine of its own.
+    ``engines`` is how many draft lengths run at once, each in an engine of its own;
+    ``model`` names the pair in tables and results.
     """
 
     prompts: Mapping[str, Tokens]
@@ -208,6 +209,7 @@ class Plan:
     max_tokens: int
     seed: int = 20260705
     engines: int = 1
+    model: str = "tiny"
 
 
 def measure(plan: Plan, run: Runner, job: Callable[..., Any]) -> list[Measurement]:
@@ -247,7 +249,7 @@ def measure(plan: Plan, run: Runner, job: Callable[..., Any]) -> list[Measuremen
     measured = []
     for (temperature, kind), runs in zip(settings, found, strict=True):
         lossless, check = _compare(runs, temperature)
-        name = f"tiny {kind} T={temperature:g}"
+        name = f"{plan.model} {kind} T={temperature:g}"
         measured.append(Measurement(name, kind, temperature, runs, lossless, check))
     return measured
 

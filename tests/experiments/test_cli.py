@@ -2,6 +2,7 @@
 """The command line: results, one-line errors, exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner, Result
 
+import experiments
 from dspark_k3.cli import app
 from tests.experiments.fake_engine import FakeEngine, FakeJob
 from tests.experiments.test_step_time import document
@@ -174,3 +176,18 @@ def test_doctor_passes_its_exit_code_on(
     monkeypatch.setitem(sys.modules, "dspark_k3.doctor", module)
     assert invoke("doctor").exit_code == code
     assert invoke("doctor", "--json").exit_code == code + 1
+
+
+def test_somebodys_own_pair_is_not_called_tiny(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    """Field case F25: a measured row says which model it comes from."""
+    tiny = Path(experiments.__file__).parent / "tiny"
+    mine = tmp_path / "mine"
+    shutil.copytree(tiny / "target", mine)
+    result = invoke(
+        *("sweep", "--quick", "--target", str(mine), "--out", str(tmp_path / "out"))
+    )
+    assert result.exit_code == 0, result.output
+    assert "mine+dspark-vanilla stdlib" in result.output
+    assert "tiny stdlib" not in result.output
