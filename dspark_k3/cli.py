@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -378,6 +379,49 @@ def advise(
             console.print(report.advice_table(curve, machine, rows))
             for row in rows:
                 console.print(report.advice_words(row), markup=False, highlight=False)
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="sm_90a, sm_100a or sm_103a; again for more. Default all."),
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="Kernel to compile; again for more.")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Where they go; default DSPARK_K3_CACHE, else ~/.cache."),
+    ] = None,
+) -> None:
+    """Compile the kernels ahead of time, so that nothing compiles while serving."""
+    with _user_errors():
+        for module in ("torch", "cutlass", "quack"):
+            if importlib.util.find_spec(module) is None:
+                raise RuntimeError(
+                    f"the kernels need the CuTe DSL ({module} is not installed): "
+                    "pip install 'dspark-k3[kernels]'"
+                )
+        if cache is not None:
+            os.environ["DSPARK_K3_CACHE"] = str(cache)
+        from verify_kernels.common.build import build as build_all
+        from verify_kernels.common.build import plan
+        from verify_kernels.common.variant import cache_directory, cache_problem
+
+        wanted = plan(op or [], arch or [])
+        if problem := cache_problem(cache_directory()):
+            raise RuntimeError(f"{problem}; give a writable directory as --cache")
+        console = _console()
+        with _progress(console, len(wanted)) as update:
+            built = build_all(wanted, lambda name: update(name, 1))
+        console.print(
+            f"{built.compiled} compiled, {built.present} already there, in "
+            f"{cache_directory()}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 @app.command()

@@ -12,7 +12,7 @@ Keys of a line (all required unless marked):
   said in ``note``;
 * ``spread`` (number or null), ``peers`` {name: number}, ``floor_us`` and
   ``bandwidth_share`` (number or null), ``kernels`` [names];
-* ``unit``, ``note`` (optional strings).
+* ``unit``, ``note`` (optional strings), ``peer_kernels`` (optional, {name: [names]}).
 
 A line that claims speed from speculation (``op``, or a metric in SPEED_METRICS with
 k >= 1) is refused when a gate is red; a measured one must also carry the gates
@@ -27,7 +27,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -52,7 +52,7 @@ _OBJECTS = ("shape", "peers", "gates", "versions")
 _OPTIONAL_NUMBERS = ("spread", "floor_us", "bandwidth_share")
 _KNOWN = frozenset(
     {*_TEXT, *_OBJECTS, *_OPTIONAL_NUMBERS}
-    | {"op", "metric", "us", "value", "kernels", "unit", "note"}
+    | {"op", "metric", "us", "value", "kernels", "peer_kernels", "unit", "note"}
 )
 
 Line = dict[str, Any]
@@ -64,6 +64,10 @@ def _is_number(value: object) -> bool:
         and not isinstance(value, bool)
         and math.isfinite(value)
     )
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _check_number(line: Mapping[str, Any], key: str, positive: bool = False) -> None:
@@ -96,9 +100,11 @@ def _check_types(line: Mapping[str, Any]) -> None:
             raise ValueError(f"key {key!r} is missing; write null when it is unknown")
         if line[key] is not None:
             _check_number(line, key)
-    kernels = line.get("kernels")
-    if not isinstance(kernels, list) or not all(isinstance(k, str) for k in kernels):
+    if not _is_names(line.get("kernels")):
         raise ValueError("key 'kernels' must be a list of names")
+    of_peers = line.get("peer_kernels", {})
+    if not isinstance(of_peers, dict) or not all(map(_is_names, of_peers.values())):
+        raise ValueError("key 'peer_kernels' must give each peer a list of names")
 
 
 def validate(line: Mapping[str, Any]) -> None:
@@ -161,14 +167,18 @@ class Recorder:
     Args:
         command: what was typed; default the process's own command line.
         versions: further versions to note, such as vllm's.
+        commit: of this package; default what git says of the source folder.
     """
 
     def __init__(
-        self, command: str | None = None, versions: Mapping[str, str] | None = None
+        self,
+        command: str | None = None,
+        versions: Mapping[str, str] | None = None,
+        commit: str | None = None,
     ) -> None:
         self.lines: list[Line] = []
         self._common: Line = {
-            "commit": _commit(),
+            "commit": commit or _commit(),
             "versions": {**_versions(), **(versions or {})},
             "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -203,6 +213,45 @@ class Recorder:
             "bandwidth_share": None,
             "gates": dict(gates or {}),
             "kernels": [],
+            "note": note,
+            **self._common,
+        }
+        validate(line)
+        self.lines.append(line)
+
+    def add_op(
+        self,
+        op: str,
+        us: float,
+        *,
+        label: str,
+        variant: str,
+        shape: Mapping[str, Any],
+        gpu: str,
+        gates: Mapping[str, bool],
+        spread: float | None = None,
+        peers: Mapping[str, float] | None = None,
+        floor_us: float | None = None,
+        bandwidth_share: float | None = None,
+        kernels: Sequence[str] = (),
+        peer_kernels: Mapping[str, Sequence[str]] | None = None,
+        note: str = "",
+    ) -> None:
+        """Add a kernel's time in microseconds; raises as :func:`validate` does."""
+        line: Line = {
+            "op": op,
+            "label": label,
+            "variant": variant,
+            "shape": dict(shape),
+            "gpu": gpu,
+            "us": float(us),
+            "spread": spread,
+            "peers": dict(peers or {}),
+            "floor_us": floor_us,
+            "bandwidth_share": bandwidth_share,
+            "gates": dict(gates),
+            "kernels": list(kernels),
+            "peer_kernels": {k: list(v) for k, v in (peer_kernels or {}).items()},
             "note": note,
             **self._common,
         }

@@ -12,14 +12,17 @@ from pip._vendor.packaging.requirements import Requirement
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("distribution")
+    parser.add_argument("--extra", default="", help="only what this extra adds")
     parser.add_argument("--without", default="", help="names to leave out, a,b,c")
     arguments = parser.parse_args()
     without = set(arguments.without.split(","))
     for text in importlib.metadata.requires(arguments.distribution) or []:
         requirement = Requirement(text)
-        applies = requirement.marker is None or requirement.marker.evaluate(
-            {"extra": ""}
-        )
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        applies = marker is None or marker.evaluate({"extra": arguments.extra})
+        if arguments.extra and always:
+            continue
         if applies and requirement.name.lower() not in without:
             requirement.marker = None
             print(requirement)

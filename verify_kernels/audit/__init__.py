@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proofs and budgets of compiled kernels; needs no GPU.
+
+The command is ``python -m verify_kernels.audit``.
+
+Of each variant, for each architecture, from its PTX, its cubin and its IR:
+
+- before ``griddepcontrol.wait`` no path reads global memory but the parameters that the
+  kernel lists in ``early_loads``, and none writes any;
+- a kernel launched with the programmatic attribute waits on every path to its end;
+- no global store follows ``griddepcontrol.launch_dependents``, unless the kernel gives
+  its reason in ``early_release``;
+- inline asm that touches memory is declared to have effects, so nothing may move it;
+- no stack, no spills; registers and shared memory within the variant's budgets.
+
+And of the sources: inline asm is written in one place.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from verify_kernels.audit.checks import Promise, check
+from verify_kernels.audit.cubin import Resources, resources
+from verify_kernels.audit.launch import Launch, read_launch
+from verify_kernels.audit.ptx import parse
+from verify_kernels.audit.source import check_ir, check_sources
+from verify_kernels.common.variant import Variant
+
+__all__ = ["Report", "audit", "check_sources"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found of one variant on one architecture.
+
+    Attributes:
+        op: the op.
+        name: the variant.
+        arch: the architecture.
+        resources: registers, stack and static shared memory.
+        shared_bytes: dynamic shared memory of a CTA.
+        early: parameters that are read before the wait.
+        findings: what is wrong, one sentence each; empty if nothing is.
+    """
+
+    op: str
+    name: str
+    arch: str
+    resources: Resources
+    shared_bytes: int
+    early: tuple[str, ...]
+    findings: tuple[str, ...]
+
+
+def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
+    """Compile one variant for one architecture and check it.
+
+    Args:
+        variant: what to compile.
+        arch: for instance ``sm_90a``.
+        keep: directory for its PTX, cubin and IR; default none are kept.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = keep / arch / variant.op / variant.name if keep else Path(scratch)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _keeping_ir(directory):
+            artifacts = variant.compile(arch, dump=directory).artifacts
+    kernel = variant.kernel
+    promise = Promise(
+        tuple(kernel.parameters),
+        tuple(kernel.early_loads),
+        kernel.early_release,
+        bool(kernel.pdl),
+    )
+    entries, cubins = parse(artifacts.PTX), resources(artifacts.CUBIN)
+    if len(entries) != 1 or set(cubins) != {entries[0].name}:
+        raise ValueError(
+            f"{variant.op}/{variant.name} compiles to {len(entries)} kernels; the "
+            "audit takes one kernel a variant: make each a variant of its own"
+        )
+    used = cubins[entries[0].name]
+    launch = read_launch(artifacts.MLIR)
+    findings, early = check(entries[0], promise)
+    findings += check_ir(artifacts.MLIR)
+    findings += _check_launch(launch, kernel.shared_bytes, promise)
+    findings += _check_budgets(used, kernel.shared_bytes, variant)
+    return Report(
+        variant.op,
+        variant.name,
+        arch,
+        used,
+        kernel.shared_bytes,
+        tuple(early),
+        tuple(findings),
+    )
+
+
+@contextmanager
+def _keeping_ir(directory: Path) -> Iterator[None]:
+    """Have the compiler keep its first IR in ``directory``: no option does."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings = CuTeDSL._get_dsl().envar
+    before = settings.keep_ir, settings.dump_dir
+    settings.keep_ir, settings.dump_dir = True, str(directory)
+    try:
+        yield
+    finally:
+        settings.keep_ir, settings.dump_dir = before
+
+
+def _check_launch(launch: Launch, shared_bytes: int, promise: Promise) -> Iterator[str]:
+    if launch.count != 1:
+        yield f"the host part has {launch.count} launches; make each its own variant"
+    if launch.programmatic != promise.pdl:
+        yield (
+            f"`pdl` is {promise.pdl}, but the launch "
+            f"{'sets' if launch.programmatic else 'does not set'} the programmatic "
+            "attribute"
+        )
+    if launch.shared_bytes not in (None, shared_bytes):
+        yield (
+            f"`shared_bytes` is {shared_bytes}, but the launch asks for "
+            f"{launch.shared_bytes} bytes of shared memory"
+        )
+
+
+def _check_budgets(
+    used: Resources, shared_bytes: int, variant: Variant
+) -> Iterator[str]:
+    if used.frame_bytes or used.stack_bytes:
+        yield (
+            f"{max(used.frame_bytes, used.stack_bytes)} bytes of stack a thread: "
+            "registers spill, or a register array has a run-time index"
+        )
+    if used.registers > variant.max_registers:
+        yield f"{used.registers} registers a thread; {variant.max_registers} allowed"
+    shared = shared_bytes + used.static_shared_bytes
+    if shared > variant.max_shared_bytes:
+        yield (
+            f"{shared} bytes of shared memory a CTA; {variant.max_shared_bytes} allowed"
+        )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels share: PTX with stated effects, compilation, their list."""

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inline PTX, every wrapper with its effects stated.
+
+LLVM may delete, merge and move asm that is declared pure, across a store and across
+``griddepcontrol.wait`` too. So anything that touches memory is declared with effects,
+and `asm` refuses a memory instruction that is not. Three kinds:
+
+    pure        registers only
+    effectful   keeps its place among other effectful asm
+    clobber     also keeps ordinary loads and stores from passing it
+
+Loads of static weights are effectful without the clobber: they keep their program
+order, and other memory operations may pass them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+#: Opcodes that read, write or order memory.
+MEMORY = re.compile(
+    r"(^|[\s;{}])(@!?\w+\s+)?"
+    r"(ld|st|cp|atom|red|prefetch|mbarrier|fence|membar|griddepcontrol|bar|barrier|"
+    r"applypriority|discard|multimem|ldmatrix|stmatrix|createpolicy|ldu|tex|wgmma)\b"
+)
+
+
+def asm(result, operands, code, constraints, *, effects, clobber=False, loc, ip):
+    """One inline PTX statement.
+
+    Raises:
+        ValueError: memory is touched by asm declared pure, or a clobber by pure asm.
+    """
+    if not effects and (clobber or MEMORY.search(code)):
+        raise ValueError(
+            f"asm {code!r} touches memory but is declared pure; it could be merged or "
+            "moved across griddepcontrol.wait: pass effects=True"
+        )
+    if clobber:
+        constraints += ",~{memory}" if constraints else "~{memory}"
+    return llvm.inline_asm(
+        result,
+        operands,
+        code,
+        constraints,
+        has_side_effects=effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _values(aggregate, count, kind, wrap, loc, ip):
+    return tuple(
+        wrap(llvm.extractvalue(kind, aggregate, [i], loc=loc, ip=ip))
+        for i in range(count)
+    )
+
+
+@dsl_user_op
+def load_shared_128(address, offset=0, *, loc=None, ip=None):
+    """16 bytes at a 32-bit shared address plus a constant; four Int32. Clobber."""
+    i32 = T.i32()
+    out = asm(
+        llvm.StructType.get_literal([i32] * 4),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
+        "=r,=r,=r,=r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 4, i32, Int32, loc, ip)
+
+
+@dsl_user_op
+def load_shared_f32x4(address, offset=0, *, loc=None, ip=None):
+    """Four Float32 at a 16-byte aligned shared address. Clobber."""
+    f32 = T.f32()
+    out = asm(
+        llvm.StructType.get_literal([f32] * 4),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];",
+        "=f,=f,=f,=f,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 4, f32, Float32, loc, ip)
+
+
+@dsl_user_op
+def load_global_128(address, offset=0, *, loc=None, ip=None):
+    """16 bytes of global memory that any earlier kernel may have written. Clobber."""
+    i32 = T.i32()
+    out = asm(
+        llvm.StructType.get_literal([i32] * 4),
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        f"ld.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
+        "=r,=r,=r,=r,l",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 4, i32, Int32, loc, ip)
+
+
+@dsl_user_op
+def load_weights_128(address, offset=0, *, loc=None, ip=None):
+    """16 bytes of static weights, read once: no L1, 256 bytes into L2. Effectful."""
+    i32 = T.i32()
+    out = asm(
+        llvm.StructType.get_literal([i32] * 4),
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        f"ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
+        "=r,=r,=r,=r,l",
+        effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 4, i32, Int32, loc, ip)
+
+
+@dsl_user_op
+def store_global_128(address, values, *, loc=None, ip=None):
+    """Four Int32 to a 16-byte aligned global address. Clobber."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(v).ir_value(loc=loc, ip=ip) for v in values]
+    asm(
+        None,
+        operands,
+        "st.global.v4.b32 [$0], {$1,$2,$3,$4};",
+        "l,r,r,r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def mma_16816(a, b, c, *, loc=None, ip=None):
+    """m16n8k16, bf16 operands a (four Int32) and b (two), fp32 c (four). Pure."""
+    f32 = T.f32()
+    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (*a, *b)]
+    operands += [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
+    out = asm(
+        llvm.StructType.get_literal([f32] * 4),
+        operands,
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, "
+        "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        effects=False,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 4, f32, Float32, loc, ip)
+
+
+@dsl_user_op
+def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
+    """Asynchronous copy of ``size`` bytes, global to shared, completing on ``barrier``.
+
+    Addresses are integers; all of them and the size are multiples of 16. Clobber.
+    """
+    asm(
+        None,
+        [
+            Int32(shared).ir_value(loc=loc, ip=ip),
+            Int64(source).ir_value(loc=loc, ip=ip),
+            Int32(size).ir_value(loc=loc, ip=ip),
+            Int32(barrier).ir_value(loc=loc, ip=ip),
+        ],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[$0], [$1], $2, [$3];",
+        "r,l,r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def bulk_prefetch(source, size, *, loc=None, ip=None):
+    """Ask L2 for ``size`` bytes of global memory. Both multiples of 16. Clobber."""
+    asm(
+        None,
+        [
+            Int64(source).ir_value(loc=loc, ip=ip),
+            Int32(size).ir_value(loc=loc, ip=ip),
+        ],
+        "cp.async.bulk.prefetch.L2.global [$0], $1;",
+        "l,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def arrive_after(barrier, data, zero, *, loc=None, ip=None):
+    """Arrive on a shared-memory barrier once ``data`` (an Int32) is in its register.
+
+    ``zero`` must be 0 at run time and unknown to the compiler. The barrier's address
+    is computed from ``data & zero``, so the arrival cannot be issued before the load
+    that fills ``data`` has returned. Without that dependence ptxas lets the arrival
+    pass loads in flight, and the slot can be overwritten under them (seen as wrong
+    rows in 7 to 20 % of launches, H200, 2026-11-29). Clobber.
+    """
+    asm(
+        None,
+        [
+            Int32(barrier).ir_value(loc=loc, ip=ip),
+            Int32(data).ir_value(loc=loc, ip=ip),
+            Int32(zero).ir_value(loc=loc, ip=ip),
+        ],
+        "{.reg .b32 t; and.b32 t, $1, $2; add.s32 t, t, $0; "
+        "mbarrier.arrive.shared::cta.b64 _, [t];}",
+        "r,r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def arrive_remote_after(barrier, rank, data, zero, *, loc=None, ip=None):
+    """`arrive_after` on the same barrier of CTA ``rank`` of the cluster. Clobber."""
+    asm(
+        None,
+        [
+            Int32(barrier).ir_value(loc=loc, ip=ip),
+            Int32(rank).ir_value(loc=loc, ip=ip),
+            Int32(data).ir_value(loc=loc, ip=ip),
+            Int32(zero).ir_value(loc=loc, ip=ip),
+        ],
+        "{.reg .b32 t, r; and.b32 t, $2, $3; add.s32 t, t, $0; "
+        "mapa.shared::cluster.u32 r, t, $1; "
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [r];}",
+        "r,r,r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_remote_f32x4(shared, values, barrier, rank, *, loc=None, ip=None):
+    """Four Float32 to the same shared address of CTA ``rank``, counted by its barrier.
+
+    ``shared`` is 16-byte aligned; 16 bytes complete on ``barrier`` there. Clobber.
+    """
+    operands = [
+        Int32(shared).ir_value(loc=loc, ip=ip),
+        Int32(barrier).ir_value(loc=loc, ip=ip),
+        Int32(rank).ir_value(loc=loc, ip=ip),
+    ]
+    operands += [Float32(v).ir_value(loc=loc, ip=ip) for v in values]
+    asm(
+        None,
+        operands,
+        "{.reg .b32 d, m; mapa.shared::cluster.u32 d, $0, $2; "
+        "mapa.shared::cluster.u32 m, $1, $2; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        "[d], {$3,$4,$5,$6}, [m];}",
+        "r,r,r,f,f,f,f",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def wait_cluster(barrier, phase, *, loc=None, ip=None):
+    """Wait for a barrier whose data came from other CTAs of the cluster. Clobber."""
+    asm(
+        None,
+        [
+            Int32(barrier).ir_value(loc=loc, ip=ip),
+            Int32(phase).ir_value(loc=loc, ip=ip),
+        ],
+        "{.reg .pred p; WAIT_${:uid}: "
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
+        "@!p bra WAIT_${:uid};}",
+        "r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def float_bits(value, *, loc=None, ip=None):
+    """The bits of a Float32 as Int32. Pure."""
+    bits = llvm.bitcast(
+        T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip
+    )
+    return Int32(bits)
+
+
+@dsl_user_op
+def float_from_bits(bits, *, loc=None, ip=None):
+    """The Float32 of an Int32's bits. Pure."""
+    value = llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    return Float32(value)
+
+
+@dsl_user_op
+def pack_bf16x2(low, high, *, loc=None, ip=None):
+    """Two Float32, rounded to nearest even, as the bf16 halves of an Int32. Pure."""
+    word = asm(
+        T.i32(),
+        [
+            Float32(high).ir_value(loc=loc, ip=ip),
+            Float32(low).ir_value(loc=loc, ip=ip),
+        ],
+        "cvt.rn.bf16x2.f32 $0, $1, $2;",
+        "=r,f,f",
+        effects=False,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(word)
+
+
+@dsl_user_op
+def load_shared_f32x2(address, offset=0, *, loc=None, ip=None):
+    """Two Float32 at an 8-byte aligned shared address. Clobber."""
+    f32 = T.f32()
+    out = asm(
+        llvm.StructType.get_literal([f32] * 2),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared.v2.f32 {{$0,$1}}, [$2+{offset}];",
+        "=f,=f,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 2, f32, Float32, loc, ip)
+
+
+@dsl_user_op
+def store_shared_f32(address, value, *, loc=None, ip=None):
+    """One Float32 to a shared address. Clobber."""
+    asm(
+        None,
+        [
+            Int32(address).ir_value(loc=loc, ip=ip),
+            Float32(value).ir_value(loc=loc, ip=ip),
+        ],
+        "st.shared.f32 [$0], $1;",
+        "r,f",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_remote_f32(shared, value, barrier, rank, *, loc=None, ip=None):
+    """One Float32 to the same shared address of CTA ``rank``, counted by its barrier.
+
+    4 bytes complete on ``barrier`` there. Clobber.
+    """
+    asm(
+        None,
+        [
+            Int32(shared).ir_value(loc=loc, ip=ip),
+            Int32(barrier).ir_value(loc=loc, ip=ip),
+            Int32(rank).ir_value(loc=loc, ip=ip),
+            Float32(value).ir_value(loc=loc, ip=ip),
+        ],
+        "{.reg .b32 d, m; mapa.shared::cluster.u32 d, $0, $2; "
+        "mapa.shared::cluster.u32 m, $1, $2; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [d], $3, [m];}",
+        "r,r,r,f",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )

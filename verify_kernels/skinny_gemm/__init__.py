@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 projections of 1 to 64 rows at the speed the weights can be read.
+
+    gemm = SkinnyGemm(7168)      # once, for a K and its output types
+    gemm(x, w, out)              # on the decode path: one launch, no allocation
+
+How an op is laid out here, for whoever adds the next one: `reference` says what is
+computed, `tiling` in which order it is summed and what a CTA holds, `kernel` is the
+device code, `host` chooses, compiles, checks and launches.
+"""
+
+from verify_kernels.skinny_gemm.host import SkinnyGemm
+
+__all__ = ["SkinnyGemm"]

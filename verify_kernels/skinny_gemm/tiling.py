@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a skinny GEMM is cut: the order of its sums, and what a CTA holds.
+
+The order of the sums depends on K alone. K is cut into ``slices``, a slice into one
+segment a warp; a segment is summed by the tensor cores in ascending k, the segments of
+a slice in warp order, the slices in a balanced tree. Everything else (cluster size, row
+tile, stages) may differ by M or by architecture without changing a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: K -> (slices, warps); a warp's segment is K / slices / warps, a multiple of 32.
+SUM_ORDER: dict[int, tuple[int, int]] = {
+    128: (1, 4),
+    384: (1, 6),
+    768: (1, 6),
+    1536: (2, 6),
+    2112: (2, 11),
+    3584: (4, 7),
+    4224: (4, 11),
+    6144: (8, 6),
+    7168: (8, 7),
+    12288: (8, 6),
+    33792: (8, 12),
+}
+TOKEN_TILE = 8
+ROW_TILE = 16
+CHUNK = 32
+#: Dynamic shared memory a CTA can have (H200, B200, GB300).
+MAX_SHARED = 227 * 1024
+
+
+def _pitch(elements: int) -> int:
+    """Bytes from row to row of a bf16 tile: an odd multiple of 64, so that the eight
+    16-byte reads of a quarter warp (two rows of 64 bytes) meet all 32 banks once."""
+    size = 2 * elements
+    return size + 64 if size % 128 == 0 else size
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One way to cut Y[M, N] = X[M, K] W[N, K]^T.
+
+    Attributes:
+        k: columns of X and W.
+        token_tiles: tiles of 8 tokens; M <= 8 * token_tiles.
+        cluster: CTAs that share K, each with slices / cluster consecutive slices.
+        row_tiles: blocks of 16 rows of W that meet the same reads of X.
+        stage_rows: rows of a tile at most; the tensor cores' rows past it are idle.
+        span: slices of one stage; its copies are span * slice columns long.
+        stages: depth of the weight ring.
+        partial_buffers: 16-row blocks whose partial sums may wait for the reducers.
+        exchange_buffers: 16-row blocks under way between the CTAs of a cluster.
+        reducers: warps that add partial sums.
+        held_tiles: token tiles whose X the multiplying warps hold in registers (16
+            bytes a lane and chunk of 32 columns); the rest is in shared memory.
+        ctas_per_sm: CTAs meant to be resident on one SM; with 2 the next kernel of a
+            programmatic chain fills its ring while this one still runs.
+    """
+
+    k: int
+    token_tiles: int = 1
+    cluster: int = 1
+    row_tiles: int = 1
+    stage_rows: int = 16
+    span: int = 1
+    stages: int = 4
+    partial_buffers: int = 2
+    exchange_buffers: int = 4
+    reducers: int = 1
+    held_tiles: int = 1
+    ctas_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        if self.k not in SUM_ORDER:
+            raise ValueError(
+                f"k={self.k}: no order of sums is fixed for it; K is one of "
+                f"{', '.join(map(str, SUM_ORDER))}"
+            )
+        if self.slices % self.cluster or self.local_slices % self.span:
+            raise ValueError(
+                f"cluster={self.cluster}, span={self.span}: their product must divide "
+                f"the {self.slices} slices of K {self.k}"
+            )
+        if not 0 < self.stage_rows <= self.rows:
+            raise ValueError(
+                f"stage_rows={self.stage_rows} must lie in 1..{self.rows}, the rows "
+                "that are multiplied together"
+            )
+        if not 0 <= self.held_tiles <= self.token_tiles:
+            raise ValueError(
+                f"held_tiles={self.held_tiles} must lie in 0..{self.token_tiles}"
+            )
+        if self.tokens % self.cluster:
+            raise ValueError(
+                f"cluster={self.cluster} must divide {self.tokens} tokens: each CTA "
+                "finishes the same number of them"
+            )
+        if self.stages * self.stage_bytes + self.overread > self.shared_bytes:
+            raise ValueError(f"{self}: reads of idle rows leave shared memory")
+        # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
+        if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
+            raise ValueError(
+                f"{self}: needs {self.shared_bytes} bytes of shared memory; lower "
+                "stages or span"
+            )
+
+    @property
+    def slices(self) -> int:
+        return SUM_ORDER[self.k][0]
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return SUM_ORDER[self.k][1]
+
+    @property
+    def tokens(self) -> int:
+        return self.token_tiles * TOKEN_TILE
+
+    @property
+    def rows(self) -> int:
+        return self.row_tiles * ROW_TILE
+
+    @property
+    def slice_width(self) -> int:
+        return self.k // self.slices
+
+    @property
+    def chunks(self) -> int:
+        """Steps of 32 columns in a warp's segment."""
+        return self.slice_width // self.warps // CHUNK
+
+    @property
+    def local_slices(self) -> int:
+        return self.slices // self.cluster
+
+    @property
+    def local_k(self) -> int:
+        return self.k // self.cluster
+
+    @property
+    def stages_per_tile(self) -> int:
+        return self.local_slices // self.span
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + 1 + self.reducers + (self.cluster > 1))
+
+    @property
+    def weight_pitch(self) -> int:
+        return _pitch(self.span * self.slice_width)
+
+    @property
+    def token_pitch(self) -> int:
+        return _pitch(self.local_k)
+
+    @property
+    def partial_pitch(self) -> int:
+        """Floats from token to token of a partial tile: 4 more than its rows, so that
+        the stores of a warp's accumulators meet every bank once."""
+        return ROW_TILE + 4
+
+    @property
+    def barrier_bytes(self) -> int:
+        count = 1 + 2 * self.stages + 2 * self.partial_buffers
+        return -(-8 * (count + 2 * self.exchange_buffers) // 128) * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.stage_rows * self.weight_pitch
+
+    @property
+    def overread(self) -> int:
+        """Bytes past the last stage that reads of idle rows may touch."""
+        return (self.rows - self.stage_rows) * self.weight_pitch
+
+    @property
+    def token_bytes(self) -> int:
+        resident = self.token_tiles - self.held_tiles
+        return resident * TOKEN_TILE * self.token_pitch
+
+    @property
+    def partial_bytes(self) -> int:
+        return self.local_slices * self.warps * self.tokens * self.partial_pitch * 4
+
+    @property
+    def exchange_bytes(self) -> int:
+        """One row tile's sums from every CTA, for the tokens this CTA finishes."""
+        return self.tokens * ROW_TILE * 4 if self.cluster > 1 else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return (
+            self.barrier_bytes
+            + self.stages * self.stage_bytes
+            + self.token_bytes
+            + self.partial_buffers * self.partial_bytes
+            + self.exchange_buffers * self.exchange_bytes
+        )
+
+    @property
+    def name(self) -> str:
+        return (
+            f"k{self.k}_m{self.tokens}_c{self.cluster}_r{self.rows}_h{self.stage_rows}_p{self.span}"
+            f"_s{self.stages}_b{self.partial_buffers}_x{self.exchange_buffers}"
+            f"_d{self.reducers}_t{self.held_tiles}_o{self.ctas_per_sm}"
+        )
