@@ -43,8 +43,8 @@ TAPS = (0, 1, 2)
 SEQUENCE = 192
 #: What the shipped checkpoints were trained for. On busy machines, one thread each
 #: (2026-11-29): 449 s for the target, 1082 s for vanilla, 479 s for rnn.
-TARGET_STEPS = 1500
-DRAFT_STEPS = {"vanilla": 8000, "gated": 4000, "rnn": 4000}
+TARGET_STEPS = 1100
+DRAFT_STEPS = {"vanilla": 3600, "gated": 3000, "rnn": 3000}
 
 
 def _common_config(layers: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def main() -> None:
             drafter,
             target,
             batches(rows=4, seed=2),
-            Schedule(arguments.draft_steps or DRAFT_STEPS[head], 2e-3),
+            Schedule(arguments.draft_steps or DRAFT_STEPS[head], 3e-3),
             lambda step, message, head=head: report(head, step, message),  # type: ignore[misc]
             generator=torch.Generator().manual_seed(3),
         )

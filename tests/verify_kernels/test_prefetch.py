@@ -78,7 +78,7 @@ def test_later_reads_hit_l2_and_nothing_changes(sms: int) -> None:
     table = torch.zeros(20 * MB // 4, dtype=torch.int32)
     table[path[:-1]] = path[1:].int()
     weight = table.cuda()
-    flush = torch.empty(256 * MB, dtype=torch.uint8, device="cuda")
+    flush = torch.ones(512 * MB, dtype=torch.uint8, device="cuda")
     reached = torch.zeros(1, dtype=torch.int32, device="cuda")
     plan = PrefetchPlan([weight], sms=sms)
     assert plan.bytes == 20 * MB
@@ -86,7 +86,7 @@ def test_later_reads_hit_l2_and_nothing_changes(sms: int) -> None:
     def timed(prepare: Callable[[], None]) -> float:
         times = []
         for _ in range(5):
-            flush.zero_()
+            flush.bitwise_not_()  # reads too: a fill alone left the table in L2
             prepare()
             torch.cuda.synchronize()
             times.append(microseconds(lambda: chase(weight, reached, steps)))

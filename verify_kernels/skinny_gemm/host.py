@@ -36,7 +36,7 @@ CHOICES: dict[int, dict[int, dict[str, int]]] = {
         64: {"held_tiles": 8, "stages": 4, "reducers": 3},
     },
     768: {
-        8: {"stage_rows": 14, "stages": 4} | _PAIR,
+        8: {"stage_rows": 14, "stages": 4, "partial_buffers": 4} | _PAIR,
         16: {"stage_rows": 14, "stages": 3, "held_tiles": 2} | _PAIR,
         32: {"held_tiles": 4, "stages": 5, "reducers": 2},
         64: {"held_tiles": 4, "stages": 3, "partial_buffers": 1, "reducers": 3},
@@ -82,7 +82,7 @@ CHOICES: dict[int, dict[int, dict[str, int]]] = {
         2: {"cluster": 4, "stages": 4},
         8: {"cluster": 8, "stages": 4},
         16: {"held_tiles": 2, "stages": 3} | _DEEP,
-        32: {"held_tiles": 4, "stages": 3} | _DEEP,
+        32: {"held_tiles": 3, "stages": 3} | _DEEP,
     },
     33792: {
         8: {"cluster": 8, "stages": 1},
@@ -166,7 +166,7 @@ def variants() -> list[Variant]:
 
 
 @functools.cache
-def _clusters(device: int, size: int, shared_bytes: int) -> int:
+def _clusters(device: int, size: int) -> int:
     """Clusters of ``size`` CTAs, one an SM, that ``device`` holds at once."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     if size == 1:
@@ -240,7 +240,7 @@ class SkinnyGemm:
         launches: list[Callable[..., None]] = []
         for rows, tiling in TILINGS[self.k].items():
             kernel = cached(_variant(tiling, self._outputs), arch)
-            clusters = _clusters(index, tiling.cluster, tiling.shared_bytes)
+            clusters = _clusters(index, tiling.cluster)
             ctas = clusters * tiling.cluster
             launch = functools.partial(_launch, kernel, ctas, self.pdl)
             launches += [launch] * (rows + 1 - len(launches))

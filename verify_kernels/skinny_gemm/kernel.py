@@ -12,14 +12,14 @@ time, weights arriving through a ring of bulk copies. Warps by role:
                 stores them, else sends each token's sum to the CTA that finishes it
     finish      (C > 1) adds the cluster's sums of this CTA's tokens and stores them
 
-A lane's 16-byte reads are fragments as they are: with lane = 4 g + q, columns 32 c + 8 q
-of weight rows g, g + 8 and of token g feed two steps of 16, the same permutation of k on
-both sides. Tokens past M repeat token M - 1, rows past the run read stale bytes; neither
-is stored, and no column or row of a product depends on another.
+A lane's 16-byte reads are fragments as they are: with lane = 4 g + q, columns
+32 c + 8 q of weight rows g, g + 8 and of token g feed two steps of 16, the same
+permutation of k on both sides. Tokens past M repeat token M - 1, rows past a tile read
+stale bytes; neither is stored, and no row or column of a product depends on another.
 
-Read once: every weight. Read by each cluster: X, into registers or shared memory for the
-whole launch. Early loads: the weights, by the producing warp; everybody else waits for
-earlier kernels first. Dependents are released at entry: they wait before they read, too.
+Read once: every weight. Read by each cluster: X, into registers or shared memory for
+the whole launch. Early loads: the weights, by the producing warp; everybody else waits
+for earlier kernels first. Dependents are released at entry: they wait before they read.
 
 No trailing cluster barrier is needed: a CTA has received every sum it waits for before
 it leaves, and arrivals that nobody will wait for are not sent.
@@ -114,9 +114,9 @@ class SkinnyGemmKernel:
         height = Int32(
             Uint32(last - first + tiles - 1) // Uint32(cutlass.max(tiles, 1))
         )
-        # Tokens this CTA finishes, and the bytes of their sums from the whole cluster. A
-        # CTA without any gets 16 bytes from each, so that it cannot run ahead and give
-        # the same buffer back twice in one phase.
+        # Tokens this CTA finishes, and the bytes of their sums from the whole cluster.
+        # A CTA without any gets 16 bytes from each, so that it cannot run ahead and
+        # give the same buffer back twice in one phase.
         share = t.tokens // t.cluster
         own = cutlass.max(cutlass.min(m - rank * share, Int32(share)), Int32(0))
         incoming = cutlass.max(own * (ROW_TILE * 4), Int32(16)) * t.cluster
@@ -156,8 +156,8 @@ class SkinnyGemmKernel:
                 self.fetch(ws, i, i, first, last, height, rank, ring, full)
         cute.arch.sync_threads()
         if const_expr(t.cluster > 1):
-            # The barriers' own fence made them visible; a releasing arrival would cost a
-            # device-wide memory barrier.
+            # The barriers' own fence made them visible; a releasing arrival would cost
+            # a device-wide memory barrier.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         if warp == t.warps:
@@ -169,9 +169,9 @@ class SkinnyGemmKernel:
                 empty, part_full, part_free,
             )  # fmt: skip
         elif (warp > t.warps) & (warp <= t.warps + t.reducers):
-            if const_expr(t.held_tiles < t.token_tiles):
+            if const_expr(t.held_tiles < t.token_tiles):  # noqa: SIM102
                 if warp == t.warps + 1:
-                    self.load_tokens(x, m, rank, lane, tokens, x_full)
+                    self.load_tokens(x, m, rank, tokens, x_full)
             self.reduce(
                 ys, ws, tiles, first, last, height, m, rank, warp - t.warps - 1, lane,
                 partials, sums, part_full, part_free, sums_full, sums_free,
@@ -207,8 +207,8 @@ class SkinnyGemmKernel:
         start = first + index // t.stages_per_tile * height
         column = rank * t.local_k + index % t.stages_per_tile * width
         valid = cutlass.min(last - start, height)
-        # One thread: a bulk copy is issued from uniform registers, so that copies spread
-        # over lanes are taken one by one, each with a vote.
+        # One thread: a bulk copy is issued from uniform registers, so copies spread
+        # over lanes would be taken one by one, each with a vote.
         with cute.arch.elect_one():
             self.expect(full + 8 * slot, valid * (width * 2))
             for row in cutlass.range(valid, unroll=1):
@@ -245,24 +245,23 @@ class SkinnyGemmKernel:
                 phase = phase ^ 1
 
     @cute.jit
-    def load_tokens(self, x, m, rank, lane, tokens, x_full):
-        """The tokens past the held tiles, to shared memory."""
+    def load_tokens(self, x, m, rank, tokens, x_full):
+        """This CTA's columns of the tokens that no register holds, to shared memory."""
         t = self.t
         held = 8 * t.held_tiles
         count = cutlass.max(m - held, 0)
-        if lane == 0:
-            self.expect(x_full, count * (t.local_k * 2))
-        cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(0, t.tokens - held, 32):
-            token = lane + i
-            if token < count:
-                source = x.iterator.toint() + Int64(token + held) * (x.stride[0] * 2)
+        size = t.local_k * 2
+        with cute.arch.elect_one():
+            self.expect(x_full, count * size)
+            for token in cutlass.range(count, unroll=1):
+                row = Int64(token + held) * (x.stride[0] * 2)
                 ptx.bulk_load(
                     tokens + token * t.token_pitch,
-                    source + Int64(rank * (t.local_k * 2)),
-                    t.local_k * 2,
+                    x.iterator.toint() + row + Int64(rank * size),
+                    size,
                     x_full,
                 )
+        cute.arch.sync_warp()
 
     @cute.jit
     def multiply(
@@ -280,17 +279,16 @@ class SkinnyGemmKernel:
         )
         for n in cutlass.range_constexpr(t.token_tiles):
             token = cutlass.min(n * 8 + g, m - 1)
-            resident = token - 8 * t.held_tiles
-            at[n] = tokens + resident * t.token_pitch + column
+            at[n] = tokens + (token - 8 * t.held_tiles) * t.token_pitch + column
             if const_expr(n < t.held_tiles):
                 source = x.iterator.toint() + Int64(token) * (x.stride[0] * 2)
                 source = source + Int64(rank * (t.local_k * 2) + column)
                 for s in cutlass.range_constexpr(t.local_slices):
                     for c in cutlass.range_constexpr(t.chunks):
                         offset = s * t.slice_width * 2 + c * 64
-                        v = ptx.load_global_128(source, offset)
+                        words = ptx.load_global_128(source, offset)
                         for i in cutlass.range_constexpr(4):
-                            held[i, c, n, s] = v[i]
+                            held[i, c, n, s] = words[i]
         if const_expr(t.held_tiles < t.token_tiles):
             self.wait(x_full, 0)
         # Token 2q, row g of this warp's first partial tile.
@@ -395,7 +393,6 @@ class SkinnyGemmKernel:
         share = t.tokens // t.cluster
         pitch = 4 * t.tokens * t.partial_pitch
         zero = m >> 16
-        tasks = m * QUADS
         buffer = Int32(0)
         phase = Int32(0)
         there = Int32(0)
@@ -404,17 +401,16 @@ class SkinnyGemmKernel:
             self.wait(part_full + 8 * buffer, phase)
             # A reducer without a task must not wait: nobody waits for it, so the buffer
             # might be given back twice before it looks.
-            if const_expr(t.cluster > 1):
-                if reducer * 32 < tasks:
+            if const_expr(t.cluster > 1):  # noqa: SIM102
+                if reducer * 8 < m:
                     self.wait(sums_free + 8 * there, free_phase)
             word = Int32(0)
-            # Whole warps: a lane without a task repeats the last one.
-            for begin in cutlass.range(reducer * 32, tasks, 32 * t.reducers, unroll=1):
-                task = begin + lane
-                live = task < tasks
-                task = cutlass.min(task, tasks - 1)
-                token = task // QUADS
-                quad = task % QUADS
+            # A warp takes 8 tokens and 16 rows; with the tokens along the lanes its
+            # reads meet every bank once. Tokens past M repeat the last.
+            for begin in cutlass.range(reducer * 8, m, 8 * t.reducers, unroll=1):
+                live = begin + lane % 8 < m
+                token = cutlass.min(begin + lane % 8, m - 1)
+                quad = lane // 8
                 at = partials + buffer * t.partial_bytes
                 at = at + 4 * (token * t.partial_pitch + 4 * quad)
                 parts = [
