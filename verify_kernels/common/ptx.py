@@ -25,7 +25,8 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 MEMORY = re.compile(
     r"(^|[\s;{}])(@!?\w+\s+)?"
     r"(ld|st|cp|atom|red|prefetch|mbarrier|fence|membar|griddepcontrol|bar|barrier|"
-    r"applypriority|discard|multimem|ldmatrix|stmatrix|createpolicy|ldu|tex|wgmma)\b"
+    r"applypriority|discard|multimem|ldmatrix|stmatrix|createpolicy|ldu|tex|wgmma|"
+    r"tcgen05|suld|sust|wmma|tensormap)\b"
 )
 
 
@@ -209,13 +210,13 @@ def bulk_prefetch(source, size, *, loc=None, ip=None):
 
 @dsl_user_op
 def arrive_after(barrier, data, zero, *, loc=None, ip=None):
-    """Arrive on a shared-memory barrier once ``data`` (an Int32) is in its register.
+    """Arrive on a shared-memory barrier once ``data`` (an Int32) has been computed.
 
     ``zero`` must be 0 at run time and unknown to the compiler. The barrier's address
-    is computed from ``data & zero``, so the arrival cannot be issued before the load
-    that fills ``data`` has returned. Without that dependence ptxas lets the arrival
-    pass loads in flight, and the slot can be overwritten under them (seen as wrong
-    rows in 7 to 20 % of launches, H200, 2026-11-29). Clobber.
+    is computed from ``data & zero``, so the arrival cannot be issued before all that
+    ``data`` is computed from has been loaded. Without that dependence ptxas lets the
+    arrival pass loads in flight, and the slot can be overwritten under them (rings
+    without it gave wrong rows in 7 to 20 % of launches, H200, 2026-11-29). Clobber.
     """
     asm(
         None,

@@ -81,11 +81,13 @@ CHOICES: dict[int, dict[int, dict[str, int]]] = {
     12288: {
         2: {"cluster": 4, "stages": 4},
         8: {"cluster": 8, "stages": 4},
-        16: {"held_tiles": 2, "stages": 3} | _DEEP,
+        16: {"held_tiles": 2, "stages": 3} | _DEEP | {"reducers": 2},
         32: {"held_tiles": 3, "stages": 3} | _DEEP,
     },
     33792: {
         8: {"cluster": 8, "stages": 1},
+        16: {"cluster": 8, "stages": 1, "partial_buffers": 1}
+        | {"exchange_buffers": 2, "reducers": 2},
     },
 }
 
@@ -100,8 +102,9 @@ def _tilings(k: int) -> dict[int, Tiling]:
 #: K -> {rows: tiling}, rows ascending; more rows than the last are cut into launches.
 TILINGS = {k: _tilings(k) for k in SUM_ORDER}
 
-#: Outputs that are compiled: one matrix in bf16 or fp32, and the three that read a MoE
-#: layer's input: router (fp32), latent down and shared gate-up.
+#: Outputs that are compiled: one matrix in bf16; at the model's width also one in fp32,
+#: and the three that read a MoE layer's input: router (fp32), latent down and shared
+#: gate-up.
 OUTPUTS: dict[int, tuple[tuple[str, ...], ...]] = {
     k: (("bf16",), ("fp32",), ("fp32", "bf16", "bf16")) if k == 7168 else (("bf16",),)
     for k in SUM_ORDER
@@ -140,6 +143,13 @@ def _fake_arguments(k: int, outputs: Sequence[str]) -> Sequence[Any]:
     return x, ws, ys, cutlass.Int32(1), cutlass.Int32(0), stream
 
 
+def _register_limit(tiling: Tiling) -> int:
+    """What an SM's 65,536 registers leave a thread: granted to four warps at a time, in
+    steps of eight, at most 255."""
+    threads = tiling.ctas_per_sm * -(-tiling.threads // 128) * 128
+    return min(255, 65536 // threads // 8 * 8)
+
+
 def _variant(tiling: Tiling, outputs: tuple[str, ...]) -> Variant:
     import cutlass
 
@@ -151,7 +161,7 @@ def _variant(tiling: Tiling, outputs: tuple[str, ...]) -> Variant:
         name=f"{tiling.name}_{'_'.join(outputs)}",
         kernel=SkinnyGemmKernel(tiling, tuple(types[o] for o in outputs)),
         arguments=functools.partial(_fake_arguments, tiling.k, outputs),
-        max_registers=65536 // tiling.ctas_per_sm // (-(-tiling.threads // 128) * 128),
+        max_registers=_register_limit(tiling),
     )
 
 
@@ -174,7 +184,7 @@ def _clusters(device: int, size: int) -> int:
     from cutlass.utils import HardwareInfo
 
     with torch.cuda.device(device):
-        torch.cuda.current_stream()
+        torch.cuda.current_stream()  # makes the context that the query needs
         found = HardwareInfo(device).get_max_active_clusters(size)
     return min(found, count // size)
 
@@ -189,9 +199,10 @@ class SkinnyGemm:
     Args:
         k: columns of X and W; one of `tiling.SUM_ORDER`.
         out_dtype: torch.bfloat16 or torch.float32, or one for each matrix.
-        groups: number of weight matrices.
+        groups: number of weight matrices, if ``out_dtype`` is one dtype.
         pdl: launch without waiting for earlier kernels to end; weights are requested
-            at once, and the kernel waits itself before it reads X or writes Y.
+            at once, and the kernel waits itself before it reads X or writes Y. So no
+            kernel just ahead on the stream may write the weights.
 
     Raises:
         ValueError: no kernel is compiled for this k and these outputs.
@@ -258,7 +269,8 @@ class SkinnyGemm:
         Args:
             x: bf16 [M, K], M = 0 .. 64; rows may be any multiple of 16 bytes apart.
             w: bf16 [N, K], contiguous; or one a matrix.
-            out: [M, N] in the matrix's output dtype; rows may be any distance apart.
+            out: [M, N] in the matrix's output dtype; columns contiguous, rows any
+                distance apart.
 
         Raises:
             ValueError: a number of rows, a dtype, shape, stride or device that does not
@@ -277,6 +289,11 @@ class SkinnyGemm:
                 f"w has {len(ws)} matrices and out {len(ys)}; this SkinnyGemm was made "
                 f"for {self.groups}"
             )
+        for y in ys:
+            if y.shape[0] != rows:
+                raise ValueError(
+                    f"out has {y.shape[0]} rows and x {rows}; give it {rows}"
+                )
         launches = self._bound.get(x.device.index) or self._bind(x.device)
         if rows <= self.max_rows:
             if rows:

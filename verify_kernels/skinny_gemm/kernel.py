@@ -104,7 +104,7 @@ class SkinnyGemmKernel:
         rows = Int32(0)
         for g in cutlass.range_constexpr(self.groups):
             rows = rows + ws[g].shape[0]
-        # Unsigned: floor division of signed numbers costs twice the instructions.
+        # Unsigned: floor division of signed numbers also mends the sign.
         run = Int32(Uint32(rows) // clusters)
         longer = rows - run * Int32(clusters)
         first = cluster * run + cutlass.min(cluster, longer)
@@ -279,7 +279,8 @@ class SkinnyGemmKernel:
         )
         for n in cutlass.range_constexpr(t.token_tiles):
             token = cutlass.min(n * 8 + g, m - 1)
-            at[n] = tokens + (token - 8 * t.held_tiles) * t.token_pitch + column
+            resident = cutlass.max(token - 8 * t.held_tiles, 0)
+            at[n] = tokens + resident * t.token_pitch + column
             if const_expr(n < t.held_tiles):
                 source = x.iterator.toint() + Int64(token) * (x.stride[0] * 2)
                 source = source + Int64(rank * (t.local_k * 2) + column)
@@ -309,12 +310,18 @@ class SkinnyGemmKernel:
             for s in cutlass.range_constexpr(t.local_slices):
                 if const_expr(s % t.span == 0):
                     self.wait(full + 8 * slot, phase)
+                    done = Int32(0)
                 offset = s % t.span * (t.slice_width * 2)
                 w_at = begin + slot * t.stage_bytes + offset
-                word = self.segment(acc, w_at, at, held, s)
+                self.segment(acc, w_at, at, held, s)
+                # A sum needs every weight read into it. One loaded word would not do:
+                # ptxas reorders the loads, so the last in program order may come first.
+                for r in cutlass.range_constexpr(t.row_tiles):
+                    k = s if t.row_tiles > 1 else 0
+                    done = done | ptx.float_bits(acc[0, 0, r, k])
                 if const_expr((s + 1) % t.span == 0):
                     if lane == 0:
-                        ptx.arrive_after(empty + 8 * slot, word, zero)
+                        ptx.arrive_after(empty + 8 * slot, done, zero)
                     slot = slot + 1
                     if slot == t.stages:
                         slot = Int32(0)
@@ -340,16 +347,14 @@ class SkinnyGemmKernel:
 
     @cute.jit
     def segment(self, acc, w_at, at, held, s: cutlass.Constexpr):
-        """Adds this warp's segment of slice s; returns a word of the last load."""
+        """Adds this warp's segment of slice s to acc."""
         t = self.t
         k = s if t.row_tiles > 1 else 0
-        word = Int32(0)
         for c in cutlass.range_constexpr(t.chunks):
             w = [
                 ptx.load_shared_128(w_at, r * 8 * t.weight_pitch + c * 64)
                 for r in range(2 * t.row_tiles)
             ]
-            word = w[-1][3]
             for n in cutlass.range_constexpr(t.token_tiles):
                 if const_expr(n < t.held_tiles):
                     xv = tuple(held[i, c, n, s] for i in range(4))
@@ -365,7 +370,6 @@ class SkinnyGemmKernel:
                         )
                         for i in cutlass.range_constexpr(4):
                             acc[i, n, r, k] = d[i]
-        return word
 
     @cute.jit
     def store_partial(
@@ -404,7 +408,7 @@ class SkinnyGemmKernel:
             if const_expr(t.cluster > 1):  # noqa: SIM102
                 if reducer * 8 < m:
                     self.wait(sums_free + 8 * there, free_phase)
-            word = Int32(0)
+            done = Int32(0)
             # A warp takes 8 tokens and 16 rows; with the tokens along the lanes its
             # reads meet every bank once. Tokens past M repeat the last.
             for begin in cutlass.range(reducer * 8, m, 8 * t.reducers, unroll=1):
@@ -420,8 +424,8 @@ class SkinnyGemmKernel:
                     ]
                     for s in range(t.local_slices)
                 ]
-                word = ptx.float_bits(parts[-1][-1][3])
                 v = add_tree([add_in_order(p) for p in parts])
+                done = ptx.float_bits(v[3])
                 if live:
                     if const_expr(t.cluster > 1):
                         place = (rank * share + token % share) * ROW_TILE + 4 * quad
@@ -434,7 +438,7 @@ class SkinnyGemmKernel:
                     else:
                         self.store(ys, ws, token, unit, quad, first, last, height, v)
             if lane == 0:
-                ptx.arrive_after(part_free + 8 * buffer, word, zero)
+                ptx.arrive_after(part_free + 8 * buffer, done, zero)
             if const_expr(t.cluster > 1):
                 idle = (lane < t.cluster) & (lane * share >= m)
                 if idle & (reducer == 0):
@@ -467,7 +471,7 @@ class SkinnyGemmKernel:
         units = tiles * t.row_tiles
         for unit in cutlass.range(units, unroll=1):
             self.wait(sums_full + 8 * buffer, phase)
-            word = Int32(0)
+            done = Int32(0)
             for begin in cutlass.range(0, tasks, 32, unroll=1):
                 task = begin + lane
                 live = task < tasks
@@ -480,18 +484,19 @@ class SkinnyGemmKernel:
                     ptx.load_shared_f32x4(at, r * share * ROW_TILE * 4)
                     for r in range(t.cluster)
                 ]
-                word = ptx.float_bits(parts[-1][3])
+                v = add_tree(parts)
+                done = ptx.float_bits(v[3])
                 if live:
                     self.store(
                         ys, ws, rank * share + token, unit, quad, first, last, height,
-                        add_tree(parts),
+                        v,
                     )  # fmt: skip
             if unit + t.exchange_buffers < units:
                 if lane == 0:
                     self.expect(sums_full + 8 * buffer, incoming)
                 cute.arch.sync_warp()
                 if lane < t.cluster:
-                    ptx.arrive_remote_after(sums_free + 8 * buffer, lane, word, zero)
+                    ptx.arrive_remote_after(sums_free + 8 * buffer, lane, done, zero)
             buffer = buffer + 1
             if buffer == t.exchange_buffers:
                 buffer = Int32(0)

@@ -28,8 +28,6 @@ SUM_ORDER: dict[int, tuple[int, int]] = {
 TOKEN_TILE = 8
 ROW_TILE = 16
 CHUNK = 32
-#: Dynamic shared memory a CTA can have (H200, B200, GB300).
-MAX_SHARED = 227 * 1024
 
 
 def _pitch(elements: int) -> int:
@@ -98,7 +96,8 @@ class Tiling:
                 f"cluster={self.cluster} must divide {self.tokens} tokens: each CTA "
                 "finishes the same number of them"
             )
-        if self.stages * self.stage_bytes + self.overread > self.shared_bytes:
+        read = self.barrier_bytes + self.stages * self.stage_bytes + self.overread
+        if read > self.shared_bytes:
             raise ValueError(f"{self}: reads of idle rows leave shared memory")
         # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
         if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:

@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Run compute-sanitizer over small launches of every kernel, and print one verdict a run:
+#
+#   memcheck        addresses
+#   racecheck       shared memory between threads, asynchronous copies left out
+#   racecheck-bulk  the same with asynchronous copies, which has known false positives
+#   synccheck       barriers
+#
+#   PASS      nothing was reported but the planted fault and the false positives below
+#   FAIL      something else was reported, or the results are wrong
+#   UNPROVED  the tool missed the planted fault, so its silence shows nothing
+#   TIMEOUT   not done within LIMIT seconds
+#
+# Exit status 0 only if every run says PASS. Needs a GPU. Settings: PYTHON, SANITIZER,
+# LIMIT (seconds a run, 60), LOGS (a directory for the full reports). What is launched
+# is in tests/verify_kernels/sanitize.py.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+SANITIZER=${SANITIZER:-/usr/local/cuda/bin/compute-sanitizer}
+LIMIT=${LIMIT:-60}
+LOGS=${LOGS:-$(mktemp -d)}
+declare -A PLANTED=(
+  [memcheck]=PastTheEnd [racecheck]=NoBarrier [racecheck-bulk]=NoBarrier
+  [synccheck]=HalfAtTheBarrier
+)
+
+# Known false positives of a run: kernel and reason. What is listed is counted in the
+# verdict and shown under it; it does not fail the run.
+known() {
+  case "$1 $2" in
+    "racecheck-bulk SkinnyGemmKernel")
+      # The tool takes a raw cp.async.bulk for a write by the thread that issues it, and
+      # does not take the mbarrier it completes on (other warps try_wait for it, in a
+      # loop) for an order; flash-attention's AI/RACECHECK_TMA_HAZARD.md has a minimal
+      # case. So this run cannot vouch for the ring: the 1,000 launches with equal bits
+      # of tests/verify_kernels/test_skinny_gemm.py do.
+      echo "raw cp.async.bulk completing on an mbarrier that other warps wait for" ;;
+    *) return 1 ;;
+  esac
+}
+
+# One line a report of LOG: "kernel class | what was reported", "?" without a kernel.
+reports() {
+  awk '
+    function flush() {
+      if (head != "" && head !~ /^(COMPUTE-SANITIZER|[A-Z]+ SUMMARY|LEAK SUMMARY)/)
+        print (kernel == "" ? "?" : kernel) " | " head
+      head = ""; kernel = ""
+    }
+    /^========= ?[^ =]/ { flush(); head = substr($0, 11) }
+    /^=========/ && match($0, /kernel_cutlass[A-Za-z0-9_]*/) {
+      name = substr($0, RSTART, RLENGTH)
+      if (match(name, /(kernel|memory)[A-Z][A-Za-z]*_object/))
+        kernel = substr(name, RSTART, RLENGTH - 7)
+      else
+        kernel = name
+      sub(/^(kernel|memory)/, "", kernel)
+      gsub(/kernel_cutlass[A-Za-z0-9_]*/, kernel, head)
+      if ($0 ~ /^=========  +and /) {
+        line = $0
+        gsub(/kernel_cutlass[A-Za-z0-9_]*/, kernel, line)
+        sub(/^=========  +/, " ", line)
+        head = head line
+      }
+    }
+    /^=========[ ]*$/ { flush() }
+    END { flush() }
+  ' "$1"
+}
+
+judge() {
+  local run=$1 log=$2 status=$3 line kernel reason
+  local planted=0 excused=0 bad="" listed=""
+  if [ "$status" = 124 ] || [ "$status" = 137 ]; then
+    echo "$run: TIMEOUT after $LIMIT s ($log)"
+    return 1
+  fi
+  if ! grep -q "^sanitize: results are right" "$log"; then
+    echo "$run: FAIL, the program did not come to its end ($log)"
+    grep -v '^=========  ' "$log" | tail -n 5
+    return 1
+  fi
+  while IFS= read -r line; do
+    kernel=${line%% | *}
+    if [ "$kernel" = "${PLANTED[$run]}" ]; then
+      planted=$((planted + 1))
+    elif reason=$(known "$run" "$kernel"); then
+      excused=$((excused + 1))
+      listed+="  known: $line"$'\n'"         $reason"$'\n'
+    else
+      bad+="  $line"$'\n'
+    fi
+  done < <(reports "$log")
+  if [ -n "$bad" ]; then
+    echo "$run: FAIL ($log)"
+    printf '%s' "$bad" | head -n 20
+    printf '%s' "$listed"
+    return 1
+  fi
+  if [ "$planted" = 0 ]; then
+    echo "$run: UNPROVED, the planted fault was not reported ($log)"
+    return 1
+  fi
+  echo "$run: PASS, planted fault reported, $excused known false positives ($log)"
+  printf '%s' "$listed"
+}
+
+if [ ! -x "$(command -v "$SANITIZER")" ]; then
+  echo "sanitize: $SANITIZER is missing; set SANITIZER to CUDA's compute-sanitizer" >&2
+  exit 2
+fi
+mkdir -p "$LOGS"
+failed=0
+for run in memcheck racecheck racecheck-bulk synccheck; do
+  tool=${run%-bulk}
+  bulk=yes
+  [ "$run" = racecheck ] && bulk=no
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --kill-after=5 "$LIMIT" \
+    "$SANITIZER" --tool "$tool" --check-bulk-copy "$bulk" \
+    --kernel-name kns=kernel_cutlass --show-backtrace no --report-api-errors no \
+    --print-limit 1000 --destroy-on-device-error kernel \
+    "$PYTHON" -m tests.verify_kernels.sanitize "$tool" > "$LOGS/$run.log" 2>&1
+  judge "$run" "$LOGS/$run.log" $? || failed=1
+done
+exit $failed
