@@ -33,6 +33,35 @@ def test_results_table_is_the_recorded_run() -> None:
         assert f"| {text} | {heat} | {cells} |" in README
 
 
+def test_kernel_table_is_the_recorded_run() -> None:
+    """Time, share and the fastest peer of every row, from the lines of the run."""
+    points = {}
+    for line in results.read(ROOT / "experiments" / "results" / "h200"):
+        shape = line["shape"]
+        if line.get("op") == "skinny_gemm" and line["variant"] == "pdl":
+            sizes = f"{shape['n']} x {shape['k']}"
+            name = f"skinny_gemm {shape['name']}, TP {shape['tp']}, {sizes}"
+        elif line.get("op") == "attn_res" and line["variant"] == "pdl":
+            name = f"attn_res, {shape['blocks']} blocks"
+        else:
+            continue
+        assert line["label"] == "measured" and all(line["gates"].values())
+        points[f"{name} | {shape['m']}"] = line
+    found = re.findall(
+        r"^\| ((?:skinny_gemm|attn_res)[^|]*) \| (\d+) \| (\S+) \| (\d+) % "
+        r"\| (\S+) (\w+) \|$",
+        README,
+        re.M,
+    )
+    assert len(found) == 13
+    for name, rows, us, share, peer_us, peer in found:
+        line = points[f"{name} | {rows}"]
+        best = min(line["peers"], key=line["peers"].get)
+        assert us == f"{line['us']:.2f}"
+        assert share == f"{100 * line['bandwidth_share']:.0f}"
+        assert (peer_us, peer) == (f"{line['peers'][best]:.2f}", best.split(":")[0])
+
+
 def test_paths_and_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"make ([a-z]+[a-z-]*) ", README)) <= targets
@@ -44,6 +73,6 @@ def test_paths_and_make_targets_exist() -> None:
 
 def test_commands_in_readme_are_understood() -> None:
     commands = set(re.findall(r"bin/dspark-k3 ([a-z]+)", README))
-    assert commands == {"advise", "sweep", "plot", "doctor"}
+    assert commands == {"advise", "sweep", "plot", "doctor", "build"}
     for command in commands:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
