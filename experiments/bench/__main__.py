@@ -7,35 +7,40 @@ import argparse
 import functools
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from experiments import results
-from experiments.bench import attention_residual, bandwidth, gemm, peers, record
+from experiments.bench import (
+    attention_residual,
+    bandwidth,
+    gemm,
+    moe_front,
+    peers,
+    record,
+    weight_prefetch,
+)
+from experiments.bench.budget import Budget
 from experiments.bench.candidate import Point, reason
 from experiments.bench.core import Bench, Settings
 from experiments.bench.report import remarks, table
-from experiments.bench.shapes import NAMES, TENSOR_PARALLEL, select
+from experiments.bench.shapes import NAMES, TENSOR_PARALLEL, integers, select
 from experiments.bench.timing import FLOOR_RATE, CudaTimer
 from verify_kernels.batch import MAX_ROWS
 
-OPS = (gemm.OP, attention_residual.OP)
 DEFAULT_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _QUICK_ROWS = (1, 8, 64)
 _QUICK_SHAPES = ("in_proj", "o_proj", "router", "shared_down")
 _QUICK_TP = (8, 16)
 _QUICK_REPEATS = 100
+#: Share of a budget for times; kernel names and the table have the rest.
+_MEASURING = 0.8
 
 Log = Callable[[str], None]
 #: Flushed, so that a command cut by a time limit leaves what it said.
 _say: Log = functools.partial(print, flush=True)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,11 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("ops", nargs="+", metavar="OP", help=f"one or more of {', '.join(OPS)}")
-    add("--rows", type=_integers, help=f"M to time (default {DEFAULT_ROWS})")
+    add("--rows", type=integers, help=f"M to time (default {DEFAULT_ROWS})")
     add("--shape", nargs="+", default=[], help=f"of {', '.join(NAMES)}")
     add(
         "--tp",
-        type=_integers,
+        type=integers,
         help=f"tensor-parallel sizes (default {TENSOR_PARALLEL})",
     )
     add(
@@ -62,33 +67,65 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="a few shapes, M = 1, 8, 64")
     add("--repeats", type=int, help="launches that must agree in bits (default 1000)")
     add("--rounds", type=int, default=7, help="replays a time is the median of")
+    add(
+        "--seconds",
+        type=float,
+        help="begin no point after 4/5 of these; imports are not counted",
+    )
     add("--commit", help="commit to record where git cannot tell")
     return parser
 
 
+def _gemms(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    names = options.shape or (_QUICK_SHAPES if options.quick else ())
+    shapes = select(_sizes(options), names)
+    return [gemm.GemmBench(shape, settings) for shape in shapes]
+
+
+def _fronts(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    sizes = [tp for tp in _sizes(options) if tp in moe_front.TENSOR_PARALLEL]
+    return [moe_front.MoeFrontBench(tp, settings) for tp in sizes]
+
+
+def _residuals(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    blocks = attention_residual.BLOCKS
+    return [attention_residual.AttnResBench(n, settings) for n in blocks]
+
+
+def _prefetches(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    shapes = weight_prefetch.worthwhile(select(_sizes(options), options.shape))
+    return [weight_prefetch.PrefetchBench(shape, settings) for shape in shapes]
+
+
+_MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
+    gemm.OP: _gemms,
+    moe_front.OP: _fronts,
+    attention_residual.OP: _residuals,
+    weight_prefetch.OP: _prefetches,
+}
+OPS = tuple(_MAKERS)
+
+
+def _sizes(options: argparse.Namespace) -> tuple[int, ...]:
+    return options.tp or (_QUICK_TP if options.quick else TENSOR_PARALLEL)
+
+
 def benches(options: argparse.Namespace, settings: Settings) -> list[Bench]:
-    """What the options ask for.
+    """What the options ask for; shapes of the whole model (TP 1) last.
 
     Raises:
         ValueError: for an op, a shape or a size that is not there.
     """
     for op in options.ops:
         if op not in OPS:
-            raise ValueError(
-                f"op={op!r}: use {' or '.join(OPS)}; other ops have no peer to be "
-                "timed beside"
-            )
-    found: list[Bench] = []
-    if gemm.OP in options.ops:
-        names = options.shape or (_QUICK_SHAPES if options.quick else ())
-        tps = options.tp or (_QUICK_TP if options.quick else TENSOR_PARALLEL)
-        found += [gemm.GemmBench(shape, settings) for shape in select(tps, names)]
-    if attention_residual.OP in options.ops:
-        found += [
-            attention_residual.AttnResBench(n, settings)
-            for n in attention_residual.BLOCKS
-        ]
-    return found
+            raise ValueError(f"op={op!r}: use one of {', '.join(OPS)}")
+    found = [
+        bench
+        for op, make in _MAKERS.items()
+        if op in options.ops
+        for bench in make(options, settings)
+    ]
+    return sorted(found, key=lambda bench: bench.label.endswith("@1"))
 
 
 def chosen_rows(options: argparse.Namespace) -> tuple[int, ...]:
@@ -104,36 +141,50 @@ def chosen_rows(options: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sorted(rows))
 
 
-def run(work: Sequence[Bench], sheet: record.Sheet, log: Log) -> list[Point]:
+def run(
+    work: Sequence[Bench], sheet: record.Sheet, log: Log, budget: Budget | None = None
+) -> list[Point]:
     """Measure, save each point at once, then trace and save again with kernel names.
 
     The profiler stays attached once it has run, so all times are taken before the
-    first trace. A bench that raises is said and does not stop the others.
+    first trace. A bench that raises is said and does not stop the others. When the
+    budget's share for times is spent no further point is begun, and when all of it is,
+    no further trace; what was left out is said.
     """
-    begin = time.perf_counter()
+    budget = budget or Budget()
     measured: list[tuple[Bench, list[Point]]] = []
     for number, bench in enumerate(work, start=1):
+        if budget.spent(_MEASURING):
+            later = ", ".join(other.label for other in work[number - 1 :])
+            log(f"out of time; not begun: {later}")
+            break
         points: list[Point] = []
         measured.append((bench, points))
         try:
             for point in bench.measure():
                 points.append(point)
                 sheet.add(point)
+                if budget.spent(_MEASURING):
+                    log(
+                        f"out of time in {bench.label} after {point.label}/{point.rows}"
+                    )
+                    break
         except Exception as error:
-            log(f"bench {number} stopped after {len(points)} points: {reason(error)}")
+            log(f"{bench.label} stopped after {len(points)} points: {reason(error)}")
         if points:
             log(
-                f"[{time.perf_counter() - begin:6.1f} s] {number}/{len(work)} "
-                f"{points[0].op} {points[0].label}"
+                f"[{budget.elapsed:6.1f} s] {number}/{len(work)} "
+                f"{points[0].op} {bench.label}"
             )
         gc.collect()
     for bench, points in measured:
+        if budget.spent():
+            log(f"out of time; no kernel names from {bench.label} on")
+            break
         try:
             bench.trace(points)
         except Exception as error:
-            log(
-                f"no kernel names for {points[:1] and points[0].label}: {reason(error)}"
-            )
+            log(f"no kernel names for {bench.label}: {reason(error)}")
     every = [point for _, points in measured for point in points]
     sheet.rewrite(every)
     return every
@@ -150,6 +201,7 @@ def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
     """Run the command; returns its exit code: 2 for bad input or no GPU."""
     options = _parser().parse_args(arguments)
     try:
+        budget = Budget(options.seconds)
         rows = chosen_rows(options)
         if not torch.cuda.is_available():
             raise ValueError("device: the bench times kernels and needs a CUDA GPU")
@@ -179,7 +231,7 @@ def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
     for line in _bandwidth_line(rates, failed):
         log(line)
     with torch.inference_mode():
-        points = run(work, sheet, log)
+        points = run(work, sheet, log, budget)
     text = f"{table(points)}\n\n{remarks(points)}"
     if options.out is not None:
         options.out.with_suffix(".txt").write_text(text + "\n")

@@ -57,6 +57,7 @@ class AttnResBench:
         our_offer: Callable[[int, tuple[Mode, ...]], Offer] = ours.attn_res,
         peer_offer: Callable[[int, tuple[Mode, ...]], Offer] = peers.attn_res,
     ) -> None:
+        self.label = f"N={blocks}"
         self._blocks = blocks
         self._settings = settings
         self._width = width
@@ -155,7 +156,7 @@ class AttnResBench:
             size = moved_bytes(rows, self._blocks, self._width)
             point = Point(
                 OP,
-                f"N={self._blocks}",
+                self.label,
                 {"blocks": self._blocks, "m": rows, "width": self._width},
                 rows,
                 size,

@@ -28,13 +28,14 @@ class Candidate:
         name: ``ours`` or the peer's.
         mode: how its kernels are launched.
         run: (inputs, out) -> result; ``out`` is a buffer of the result's shape and
-            dtype, which the candidate may fill or ignore.
+            dtype, which the candidate may fill or ignore. An op with several results
+            has a list of buffers and of results.
         note: what a reader should know, such as the backend a peer chose.
     """
 
     name: str
     mode: Mode
-    run: Callable[[Inputs, Tensor], Tensor]
+    run: Callable[[Inputs, Any], Any]
     note: str = ""
 
     @property

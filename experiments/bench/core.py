@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +46,13 @@ class Settings:
 
 
 class Bench(Protocol):
-    """One shape of one op at several M."""
+    """One shape of one op at several M.
+
+    Attributes:
+        label: its name in tables.
+    """
+
+    label: str
 
     def measure(self) -> Iterator[Point]:
         """Gate and time each M in turn."""
@@ -116,12 +122,14 @@ def admit_peers(
     return admitted
 
 
-def _launches(
+def launches(
     candidates: Sequence[Candidate],
     inputs: Sequence[Inputs],
-    make_out: Callable[[], Tensor],
+    make_out: Callable[[], Any],
 ) -> dict[Key, timing.Launch]:
-    def launch(candidate: Candidate, out: Tensor, copy: int) -> Tensor:
+    """What a timer runs: each candidate on copy i, into a buffer of its own."""
+
+    def launch(candidate: Candidate, out: Any, copy: int) -> Any:
         return candidate.run(inputs[copy], out)
 
     return {c.key: functools.partial(launch, c, make_out()) for c in candidates}
@@ -131,12 +139,12 @@ def time_point(
     point: Point,
     candidates: Sequence[Candidate],
     inputs: Sequence[Inputs],
-    make_out: Callable[[], Tensor],
+    make_out: Callable[[], Any],
     timer: timing.Timer,
 ) -> None:
     """Time the candidates beside one another and enter the result in ``point``."""
     measured = timer.measure(
-        _launches(candidates, inputs, make_out),
+        launches(candidates, inputs, make_out),
         len(inputs),
         timing.floor_us(point.bytes),
     )
@@ -151,9 +159,9 @@ def trace_point(
     point: Point,
     candidates: Sequence[Candidate],
     inputs: Sequence[Inputs],
-    make_out: Callable[[], Tensor],
+    make_out: Callable[[], Any],
     timer: timing.Timer,
 ) -> None:
     """Enter the kernels of one launch of each timed candidate in ``point``."""
     timed = [c for c in candidates if c.key in point.timings]
-    point.kernels.update(timer.trace(_launches(timed, inputs, make_out)))
+    point.kernels.update(timer.trace(launches(timed, inputs, make_out)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,26 +31,35 @@ def _load(module: str, name: str) -> tuple[Any, Offer]:
         return None, Offer(missing={OURS: reason(error)})
 
 
-def skinny_gemm(shape: Projection, modes: tuple[Mode, ...] = MODES) -> Offer:
-    """``verify_kernels.skinny_gemm.SkinnyGemm`` for one projection."""
+def _gemms(parts: Sequence[Projection], modes: tuple[Mode, ...]) -> Offer:
     kind, offer = _load("verify_kernels.skinny_gemm", "SkinnyGemm")
     if kind is None:
         return offer
-    dtype = torch.float32 if shape.fp32_out else torch.bfloat16
+    dtypes = [torch.float32 if part.fp32_out else torch.bfloat16 for part in parts]
     for mode in modes:
         try:
-            gemm = kind(shape.k, out_dtype=dtype, pdl=mode == "pdl")
+            gemm = kind(parts[0].k, out_dtype=dtypes, pdl=mode == "pdl")
         except Exception as error:
             offer.missing[f"{OURS}:{mode}"] = reason(error)
             continue
 
-        def run(inputs: Inputs, out: Tensor, gemm: Any = gemm) -> Tensor:
-            x, w = inputs
-            gemm(x, w, out)
+        def run(inputs: Inputs, out: Any, gemm: Any = gemm) -> Any:
+            x, *weights = inputs
+            gemm(x, weights, out)
             return out
 
         offer.candidates.append(Candidate(OURS, mode, run))
     return offer
+
+
+def skinny_gemm(shape: Projection, modes: tuple[Mode, ...] = MODES) -> Offer:
+    """``verify_kernels.skinny_gemm.SkinnyGemm`` for one projection."""
+    return _gemms((shape,), modes)
+
+
+def grouped_gemm(parts: Sequence[Projection], modes: tuple[Mode, ...] = MODES) -> Offer:
+    """The same for several projections of one X in one launch."""
+    return _gemms(parts, modes)
 
 
 def attn_res(num_blocks: int, modes: tuple[Mode, ...] = MODES) -> Offer:

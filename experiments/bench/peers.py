@@ -33,6 +33,8 @@ from experiments.bench.shapes import Projection
 VLLM = "vllm"
 SKINNY = "vllm_skinny"
 LL_BF16 = "vllm_ll_bf16"
+#: vLLM's own choice before a kernel that its choice leaves unused.
+VLLM_KERNELS = (LL_BF16, VLLM, SKINNY)
 #: vLLM's H200 table uses its CuTe GEMM up to here, but for one shape (1536 x 7168: 6),
 #: and that kernel's time grows with M (22.8 µs at M = 1, 39.7 at 8 for 6288 x 7168).
 SKINNY_MAX_ROWS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.bench import attention_residual, gemm
+from experiments.bench import attention_residual, weight_prefetch
 from experiments.bench.candidate import CUBLAS, OURS, Key, Mode, Point, spell
 from experiments.bench.timing import floor_us
 
@@ -69,8 +69,11 @@ def verdicts(point: Point) -> Verdicts:
     skinny_gemm: ``bandwidth`` (programmatic, M <= 8, by size of the weight);
     ``peer_plain`` and ``peer_pdl``, not slower than the best peer by more than 3 %;
     ``cublas``, M >= 16, each launch mode at least as fast as cuBLAS. attn_res: at least
-    twice as fast as the best peer in the same mode, M <= 8.
+    twice as fast as the best peer in the same mode, M <= 8. moe_front: as skinny_gemm,
+    our separate launches being one of the peers. prefetch: none.
     """
+    if point.op == weight_prefetch.OP:
+        return {}
     if point.op == attention_residual.OP:
         if point.rows > DECODE_ROWS:
             return {"peer_plain": None, "peer_pdl": None}
@@ -111,9 +114,9 @@ def _row(point: Point) -> list[str]:
     judged = verdicts(point)
     reached = share(point, "pdl") or share(point, "plain")
     size = (
-        f"{point.shape['n']}x{point.shape['k']}"
-        if point.op == gemm.OP
-        else f"{point.shape['width']}"
+        f"{point.shape['width']}"
+        if point.op == attention_residual.OP
+        else f"{point.shape['n']}x{point.shape['k']}"
     )
     return [
         point.label,

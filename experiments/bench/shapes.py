@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from experiments.byte_model import (
     DENSE_INTERMEDIATE,
@@ -24,13 +25,18 @@ from experiments.byte_model import (
 TENSOR_PARALLEL = (8, 16, 1)
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """A comma-separated list, each number once."""
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+
+
 @dataclass(frozen=True)
 class Projection:
     """Y[M, n] = X[M, k] W[n, k]^T on one rank, bf16 in.
 
     Attributes:
         name: the projection, as in :func:`projections`.
-        tp: tensor-parallel size it is a share of.
+        tp: tensor-parallel size it is a share of; 0 for a shape that is not K3's.
         n, k: rows and columns of the rank's weight.
         fp32_out: the output is fp32 (router logits) and not bf16.
         aliases: other ``name@tp`` with the same n, k and output.
@@ -45,13 +51,24 @@ class Projection:
 
     @property
     def label(self) -> str:
-        """``name@tp``."""
-        return f"{self.name}@{self.tp}"
+        """``name@tp``, or the name alone."""
+        return f"{self.name}@{self.tp}" if self.tp else self.name
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight, which is what a decode step must read."""
         return 2 * self.n * self.k
+
+    def described(self) -> dict[str, Any]:
+        """What a result line calls ``shape``, but for M."""
+        return {
+            "name": self.name,
+            "tp": self.tp,
+            "n": self.n,
+            "k": self.k,
+            "out": "fp32" if self.fp32_out else "bf16",
+            "same_as": list(self.aliases),
+        }
 
 
 def _in_proj_rows(tp: int) -> int:
@@ -98,10 +115,22 @@ def projections(tp: int) -> list[Projection]:
 NAMES = tuple(shape.name for shape in projections(1))
 
 
+def moe_front(tp: int) -> tuple[Projection, ...]:
+    """The projections that read a MoE layer's input, in the order of a grouped launch.
+
+    Raises:
+        ValueError: as :func:`projections`.
+    """
+    names = ("router", "latent_down", "shared_gate_up")
+    return tuple(shape for shape in projections(tp) if shape.name in names)
+
+
 def select(
     tps: Iterable[int] = TENSOR_PARALLEL, names: Sequence[str] = ()
 ) -> list[Projection]:
     """Projections at the given sizes, each (n, k, output) once, others as aliases.
+
+    The whole model's, TP 1, come last: they take longest and fit no budget first.
 
     Args:
         tps: tensor-parallel sizes.
@@ -114,7 +143,7 @@ def select(
         if name not in NAMES:
             raise ValueError(f"shape={name!r}: use one of {', '.join(NAMES)}")
     found: dict[tuple[int, int, bool], Projection] = {}
-    for tp in tps:
+    for tp in sorted(tps, key=lambda tp: tp == 1):
         for shape in projections(tp):
             if names and shape.name not in names:
                 continue

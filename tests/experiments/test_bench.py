@@ -19,29 +19,32 @@ from experiments.bench import (
     gates,
     gemm,
     peers,
-    record,
     report,
     shapes,
     timing,
 )
 from experiments.bench.candidate import (
-    MODES,
     Candidate,
     Inputs,
     Key,
-    Mode,
     Offer,
     Point,
     Timing,
 )
-from experiments.bench.core import Settings
+from tests.experiments.fake_bench import (
+    ROWS,
+    ScriptedTimer,
+    offering,
+    row_by_row,
+    settings,
+    sheet_at,
+)
 from verify_kernels.attn_res.reference import attn_res as attn_res_reference
 
 torch.set_num_threads(1)
 
 TINY = shapes.Projection("in_proj", 8, 40, 64)
 ROUTER = shapes.Projection("router", 8, 40, 64, fp32_out=True)
-ROWS = (1, 2, 8)
 #: N x K and decimal megabytes a rank, from the published configuration.
 PUBLISHED = {
     "in_proj": ("49376x7168 707.85", "6288x7168 90.14", "3216x7168 46.10"),
@@ -66,39 +69,6 @@ def few_copies(monkeypatch: pytest.MonkeyPatch) -> int:
     limit = timing.MAX_COPIES
     monkeypatch.setattr(timing, "MAX_COPIES", 3)
     return limit
-
-
-class ScriptedTimer:
-    """Takes 10 µs for everything, or what the script says, and notes what it timed."""
-
-    def __init__(self, script: Mapping[Key, Timing | str] | None = None) -> None:
-        self.script = dict(script or {})
-        self.timed: list[Key] = []
-
-    def measure(
-        self, launches: Mapping[Key, timing.Launch], copies: int, floor_us: float
-    ) -> dict[Key, Timing | str]:
-        self.timed += list(launches)
-        for launch in launches.values():
-            for copy in range(copies):
-                launch(copy)
-        return {key: self.script.get(key, Timing(10.0, 1.0)) for key in launches}
-
-    def trace(self, launches: Mapping[Key, timing.Launch]) -> dict[Key, list[str]]:
-        return {key: [f"kernel_of_{key[0]}_{key[1]}"] for key in launches}
-
-
-def settings(timer: timing.Timer, **changes: Any) -> Settings:
-    values = {"rows": ROWS, "repeats": 12, **changes}
-    return Settings(timer, torch.device("cpu"), **values)
-
-
-def row_by_row(inputs: Inputs, out: Tensor) -> Tensor:
-    """One fixed-shape product a row, so its bits do not depend on M."""
-    x, w = inputs
-    for t in range(x.shape[0]):
-        out[t] = torch.mv(w.float(), x[t].float())
-    return out
 
 
 def one_wrong(inputs: Inputs, out: Tensor) -> Tensor:
@@ -135,12 +105,6 @@ class Flickers:
 
 def raises(inputs: Inputs, out: Tensor) -> Tensor:
     raise ValueError("x has 1 row;\n  no")
-
-
-def offering(
-    name: str, run: Callable[..., Tensor], modes: tuple[Mode, ...] = MODES
-) -> Callable[..., Offer]:
-    return lambda *_: Offer([Candidate(name, mode, run) for mode in modes])
 
 
 def bench_of(
@@ -478,11 +442,6 @@ def test_table_has_one_aligned_line_a_point() -> None:
     )
 
 
-def sheet_at(path: Path | None) -> record.Sheet:
-    recorder = results.Recorder(command="bench", commit="0" * 40)
-    return record.Sheet(path, recorder, "NVIDIA H200", "clocks.sm 1980 MHz")
-
-
 def test_lines_are_on_disk_at_once_and_again_with_kernel_names(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     earlier = sheet_at(path)
@@ -526,6 +485,8 @@ def test_a_red_kernel_leaves_its_gates_and_no_time(tmp_path: Path) -> None:
 class _Stops:
     """A bench that dies at its second point."""
 
+    label = "dies@8"
+
     def __init__(self, point: Point) -> None:
         self._point = point
 
@@ -545,7 +506,9 @@ def test_one_failing_bench_does_not_lose_the_others(tmp_path: Path) -> None:
     points = command.run(work, sheet_at(path), said.append)
     assert len(points) == 1 + len(ROWS)
     assert len(results.read(path)) == 2 * len(points)
-    assert any("stopped after 1 points: RuntimeError: device lost" in s for s in said)
+    assert any(
+        "dies@8 stopped after 1 points: RuntimeError: device lost" in s for s in said
+    )
     assert any("no kernel names" in s and "no profiler" in s for s in said)
 
 
@@ -557,8 +520,8 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     one = parse(["skinny_gemm", "--shape", "q_b", "--tp", "16", "--rows", "8,1,8"])
     assert len(command.benches(one, plain)) == 1
     assert command.chosen_rows(one) == (1, 8)
-    with pytest.raises(ValueError, match="op='prefetch'"):
-        command.benches(parse(["prefetch"]), plain)
+    with pytest.raises(ValueError, match="op='prefill'"):
+        command.benches(parse(["prefill"]), plain)
     assert command.main(["skinny_gemm", "--rows", "65"]) == 2
     assert capsys.readouterr().err.startswith("error: rows=65")
 

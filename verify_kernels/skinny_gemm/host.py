@@ -144,10 +144,9 @@ def _fake_arguments(k: int, outputs: Sequence[str]) -> Sequence[Any]:
 
 
 def _register_limit(tiling: Tiling) -> int:
-    """What an SM's 65,536 registers leave a thread: granted to four warps at a time, in
-    steps of eight, at most 255."""
+    """ptxas's own limit: an SM's 65,536 registers over threads counted by four warps."""
     threads = tiling.ctas_per_sm * -(-tiling.threads // 128) * 128
-    return min(255, 65536 // threads // 8 * 8)
+    return min(255, 65536 // threads)
 
 
 def _variant(tiling: Tiling, outputs: tuple[str, ...]) -> Variant:

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that runs compiled PTX on the CPU: what a kernel computes, who waits for
+whom, and in which order things may happen.
+
+A launch is one of many possible ones: its seed sets the pace of every warp, when an
+asynchronous copy lands and how late the data of a load reaches its registers. A kernel
+is right if every seed gives the same bits.
+
+Modelled: 32-lane warps that diverge and meet again; CTAs, clusters and their shared
+memory; mbarriers with transaction counts; bulk copies that land in pieces, remote
+stores and remote arrivals that are under way for a while; loads whose data arrive at
+any time up to their first use, past arrivals and ``bar.warp.sync`` too, as compiled
+code does it; programmatic launch (before ``griddepcontrol.wait`` a lane reads NaN in
+what earlier kernels write and must not store); memory and registers that hold NaN until
+written; the bytes of every tensor, between its rows too, and who may write them.
+
+Not modelled: time, caches, bank conflicts; the order of sums inside the tensor cores
+(fp64 here) and the error of approximate functions; reordering of stores, so fences and
+memory orders have no effect and none is missed; several clusters at once; atomics and
+tensor maps. An instruction that the machine does not know is refused when it is
+decoded.
+"""
+
+from tests.verify_kernels.machine.launch import Deadlock, launch, tensor_argument
+from tests.verify_kernels.machine.memory import Fault, GlobalMemory
+
+__all__ = ["Deadlock", "Fault", "GlobalMemory", "launch", "tensor_argument"]

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instructions on memory: loads, stores, asynchronous copies, barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tests.verify_kernels.machine.memory import Array, Barrier, Fault
+from tests.verify_kernels.machine.ptx import (
+    BITS,
+    Build,
+    Decoded,
+    Decoder,
+    Execute,
+    Lanes,
+)
+from tests.verify_kernels.machine.warp import Group, Load, Warp
+from verify_kernels.audit.ptx import Instruction
+
+#: Bits of a shared address within one CTA; above them is 1 + its rank, 0 for one's own.
+WINDOW_BITS = 24
+_BYTES = {"b8": "u1", "u8": "u1", "s8": "i1", "b16": "u2", "u16": "u2", "s16": "i2"}
+
+
+def _each(lanes: Lanes) -> Array:
+    return np.arange(32) if lanes is None else np.flatnonzero(lanes)
+
+
+def _number(warp: Warp, row: int, lane: int) -> int:
+    return int(warp.rows["u32"][row][lane])
+
+
+def _form(decoder: Decoder, ins: Instruction) -> tuple[str, int, str, int]:
+    """State space, numbers a lane, type and bytes of a load or store."""
+    _, *parts = ins.opcode.split(".")
+    space = next((p for p in parts if p in ("global", "param")), "")
+    if {"shared", "shared::cta"} & set(parts):
+        space = "shared"
+    if not space:
+        raise decoder.refuse("the machine does not know this state space")
+    count = next((int(p[1:]) for p in parts if p in ("v2", "v4")), 1)
+    kind = parts[-1]
+    size = np.dtype(_BYTES[kind]).itemsize if kind in _BYTES else BITS[kind] // 8
+    return space, count, kind, size
+
+
+def _places(warp: Warp, bits: int, address: tuple[int, int], lanes: Lanes) -> Array:
+    """Addresses of the lanes that run."""
+    row, displacement = address
+    found = warp.rows[f"u{bits}"][row]
+    if lanes is not None:
+        found = found[lanes]
+    return found + found.dtype.type(displacement % 2**bits)
+
+
+def _register_kind(decoder: Decoder, text: str, kind: str) -> str:
+    """As what a register is seen that holds numbers narrower than itself."""
+    if kind not in _BYTES:
+        return kind
+    bits = decoder.registers[text][0] if text in decoder.registers else 32
+    return f"u{bits}"
+
+
+def _load(decoder: Decoder, ins: Instruction) -> Decoded:
+    space, count, kind, size = _form(decoder, ins)
+    if space == "param":
+        return Decoded(_load_parameter(decoder, ins, kind, size))
+    text = ins.operands[0]
+    names = text.strip("{}").replace(" ", "").split(",")
+    kinds = [_register_kind(decoder, name, kind) for name in names]
+    targets = [(k, decoder.row(n, k)) for k, n in zip(kinds, names, strict=True)]
+    signed = np.dtype(_BYTES[kind]) if kind in ("s8", "s16") else None
+    bits = 32 if space == "shared" else 64
+    address = decoder.address(ins.operands[1], bits)
+    registers = frozenset(decoder.registers[n] for n in names if n in decoder.registers)
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        places = _places(warp, bits, address, lanes)
+        if space == "shared":
+            fetch = warp.cta.shared.reader(places, size, count)
+        else:
+            waited = warp.waited if lanes is None else warp.waited[lanes]
+            fetch = warp.cta.cluster.memory.reader(places, size, count, waited)
+        warp.issue(Load(space, fetch, targets, registers, lanes, signed))
+
+    return Decoded(run)
+
+
+def _load_parameter(
+    decoder: Decoder, ins: Instruction, kind: str, size: int
+) -> Execute:
+    name, _, displacement = ins.operands[1].strip("[]").partition("+")
+    start = int(displacement or 0)
+    if name not in decoder.parameters:
+        raise decoder.refuse(f"{name} is no parameter")
+    if start + size > decoder.parameters[name]:
+        raise decoder.refuse("the read leaves the parameter")
+    row = decoder.row(ins.operands[0], kind)
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        data = warp.cta.cluster.parameters[name][start : start + size]
+        target = warp.rows[kind][row]
+        target[() if lanes is None else lanes] = np.frombuffer(data, target.dtype)[0]
+
+    return run
+
+
+def _store(decoder: Decoder, ins: Instruction) -> Decoded:
+    if ".async." in ins.opcode:
+        return Decoded(_store_remote(decoder, ins))
+    space, count, kind, size = _form(decoder, ins)
+    names = ins.operands[1].strip("{}").replace(" ", "").split(",")
+    kinds = [_register_kind(decoder, name, kind) for name in names]
+    sources = [(k, decoder.row(n, k)) for k, n in zip(kinds, names, strict=True)]
+    assert len(sources) == count
+    bits = 32 if space == "shared" else 64
+    address = decoder.address(ins.operands[0], bits)
+    dtype = np.dtype(f"u{size}")
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        # A lane's own loads and stores of one place keep their order.
+        warp.land(space=space)
+        places = _places(warp, bits, address, lanes)
+        values = np.stack([warp.rows[k][r] for k, r in sources], 1)
+        values = values.astype(dtype) if kind in _BYTES else values.view(dtype)
+        if lanes is not None:
+            values = values[lanes]
+        if space == "shared":
+            warp.cta.shared.write(places, values)
+        else:
+            waited = warp.waited if lanes is None else warp.waited[lanes]
+            warp.cta.cluster.memory.write(places, values, waited)
+
+    return Decoded(run)
+
+
+def _store_remote(decoder: Decoder, ins: Instruction) -> Execute:
+    """st.async: under way for a while, then counted by a barrier of the same CTA."""
+    kind = ins.opcode.rpartition(".")[2]
+    sources = decoder.rows(ins.operands[1], kind)
+    place, at = decoder.address(ins.operands[0], 32)
+    barrier, barrier_at = decoder.address(ins.operands[2], 32)
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        for lane in _each(lanes):
+            values = np.stack([warp.rows[kind][r][lane] for r in sources])
+            cta, address = _locate(warp, _number(warp, place, lane) + at)
+            other, counter = _locate(warp, _number(warp, barrier, lane) + barrier_at)
+            if cta is not other:
+                raise Fault("data and barrier of a remote store are in different CTAs")
+            if address % values.nbytes:
+                raise Fault(f"{address:#x} is not a multiple of {values.nbytes}")
+
+            def land(
+                cta: Any = cta,
+                address: int = address,
+                counter: int = counter,
+                data: Array = values.view(np.uint8),
+            ) -> None:
+                cta.shared.write_bytes(address, data)
+                cta.shared.barrier(counter).complete(len(data))
+
+            warp.cta.cluster.send(cta, land, ins.text)
+
+    return run
+
+
+def _locate(warp: Warp, address: int) -> tuple[Any, int]:
+    """CTA and own address of a shared::cluster address."""
+    window, local = divmod(address, 1 << WINDOW_BITS)
+    ctas = warp.cta.cluster.ctas
+    if window > len(ctas):
+        raise Fault(f"{address:#x} is in no CTA of a cluster of {len(ctas)}")
+    return (ctas[window - 1] if window else warp.cta), local
+
+
+def _copy(decoder: Decoder, ins: Instruction) -> Decoded:
+    if ins.opcode == "cp.async.bulk.prefetch.L2.global":
+        source, at = decoder.address(ins.operands[0], 64)
+        length = decoder.row(ins.operands[1], "u32")
+
+        def prefetch(warp: Warp, lanes: Lanes) -> None:
+            for lane in _each(lanes):
+                address = int(warp.rows["u64"][source][lane]) + at
+                size = _number(warp, length, lane)
+                warp.cta.cluster.memory.prefetch(address, size)
+
+        return Decoded(prefetch)
+    if ins.opcode != (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    ):
+        raise decoder.refuse("the machine does not know this copy")
+    place, place_at = decoder.address(ins.operands[0], 32)
+    source, source_at = decoder.address(ins.operands[1], 64)
+    length = decoder.row(ins.operands[2], "u32")
+    barrier, barrier_at = decoder.address(ins.operands[3], 32)
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        for lane in _each(lanes):
+            cta, address = _locate(warp, _number(warp, place, lane) + place_at)
+            other, counter = _locate(warp, _number(warp, barrier, lane) + barrier_at)
+            if cta is not other:
+                raise Fault("data and barrier of a bulk copy are in different CTAs")
+            size = _number(warp, length, lane)
+            cta.shared.check_copy(address, size)
+            fetch = warp.cta.cluster.memory.bytes_at(
+                int(warp.rows["u64"][source][lane]) + source_at,
+                size,
+                bool(warp.waited[lane]),
+            )
+            for first, last in warp.cta.cluster.schedule.pieces(size):
+
+                def land(
+                    cta: Any = cta,
+                    address: int = address + first,
+                    counter: int = counter,
+                    fetch: Any = fetch,
+                    part: slice = slice(first, last),
+                ) -> None:
+                    data = fetch()[part]
+                    cta.shared.write_bytes(address, data)
+                    cta.shared.barrier(counter).complete(len(data))
+
+                warp.cta.cluster.send(cta, land, ins.text)
+
+    return Decoded(run)
+
+
+def _map(decoder: Decoder, ins: Instruction) -> Decoded:
+    if ins.opcode != "mapa.shared::cluster.u32":
+        raise decoder.refuse("the machine does not know this form of mapa")
+    out, address, rank = (decoder.row(o, "u32") for o in ins.operands)
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        rows = warp.rows["u32"]
+        where = rows[address] + (rows[rank] + 1 << WINDOW_BITS)
+        np.copyto(rows[out], where, where=True if lanes is None else lanes)
+
+    return Decoded(run)
+
+
+def _barriers(
+    warp: Warp, address: tuple[int, int], lanes: Lanes
+) -> Iterator[tuple[int, Barrier]]:
+    """Each lane that runs, with the barrier of its own CTA that it names."""
+    for lane in _each(lanes):
+        place = _number(warp, address[0], lane) + address[1]
+        yield lane, warp.cta.shared.barrier(place)
+
+
+def _mbarrier(decoder: Decoder, ins: Instruction) -> Decoded:
+    _, what, *parts = ins.opcode.split(".")
+    if what == "init":
+        place, at = decoder.address(ins.operands[0], 32)
+        count = decoder.row(ins.operands[1], "u32")
+
+        def init(warp: Warp, lanes: Lanes) -> None:
+            for lane in _each(lanes):
+                address = _number(warp, place, lane) + at
+                warp.cta.shared.init_barrier(address, _number(warp, count, lane))
+
+        return Decoded(init)
+    if what == "arrive":
+        return Decoded(_arrive(decoder, ins, parts))
+    if what == "try_wait" and "parity" in parts:
+        return Decoded(control=_try_wait(decoder, ins))
+    raise decoder.refuse("the machine does not know this barrier instruction")
+
+
+def _arrive(decoder: Decoder, ins: Instruction, parts: list[str]) -> Execute:
+    """Local arrivals count at once, remote ones are under way for a while. Neither
+    waits for the data of loads: compiled code does not."""
+    address = decoder.address(ins.operands[1], 32)
+    extra = decoder.row(ins.operands[2], "u32") if len(ins.operands) > 2 else -1
+    expect = "expect_tx" in parts
+
+    def local(warp: Warp, lanes: Lanes) -> None:
+        for lane, barrier in _barriers(warp, address, lanes):
+            if expect:
+                barrier.arrive(announced=_number(warp, extra, lane))
+            else:
+                barrier.arrive(1 if extra < 0 else _number(warp, extra, lane))
+
+    def remote(warp: Warp, lanes: Lanes) -> None:
+        for lane in _each(lanes):
+            cta, place = _locate(warp, _number(warp, address[0], lane) + address[1])
+
+            def land(cta: Any = cta, place: int = place) -> None:
+                cta.shared.barrier(place).arrive()
+
+            warp.cta.cluster.send(cta, land, ins.text)
+
+    if "shared::cluster" not in parts:
+        return local
+    if expect or extra >= 0:
+        raise decoder.refuse("the machine does not know this remote arrival")
+    return remote
+
+
+def _try_wait(decoder: Decoder, ins: Instruction) -> Any:
+    """Tries again whenever the phase has changed; now and then it gives up and says
+    so, as the time limit allows it to."""
+    out = decoder.row(ins.operands[0], "pred")
+    address = decoder.address(ins.operands[1], 32)
+    parity = decoder.row(ins.operands[2], "u32")
+
+    def run(warp: Warp, group: Group, lanes: Lanes) -> bool:
+        passed = np.zeros(32, np.bool_)
+        closed: Barrier | None = None
+        wanted = 0
+        for lane, barrier in _barriers(warp, address, lanes):
+            wanted = _number(warp, parity, lane)
+            if wanted > 1:
+                raise Fault(f"parity {wanted}; it is 0 or 1")
+            passed[lane] = barrier.passed(wanted)
+            if not passed[lane]:
+                closed = barrier
+                break
+        if closed is None or warp.cta.cluster.schedule.gives_up():
+            np.copyto(
+                warp.rows["pred"][out], passed, where=True if lanes is None else lanes
+            )
+            group.pc += 1
+            return closed is None
+        barrier, phase = closed, wanted
+        wake = group.block(lambda: f"parity {phase} of {barrier}")
+        closed.waiters.append(wake)
+        return False
+
+    return run
+
+
+def _fence(decoder: Decoder, ins: Instruction) -> Decoded:
+    return Decoded(lambda warp, lanes: None)
+
+
+BUILDERS: dict[str, Build] = {
+    "ld": _load,
+    "st": _store,
+    "cp": _copy,
+    "mapa": _map,
+    "mbarrier": _mbarrier,
+    "fence": _fence,
+}
