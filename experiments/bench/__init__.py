@@ -3,4 +3,5 @@
 
 ``python -m experiments.bench OP [OP ...]`` on a machine with a GPU; ``--help`` lists
 the options. Every figure becomes one line of :mod:`experiments.results`.
+``python -m experiments.bench.tune`` searches for tilings of skinny_gemm.
 """

@@ -114,7 +114,8 @@ def benches(options: argparse.Namespace, settings: Settings) -> list[Bench]:
     """What the options ask for; shapes of the whole model (TP 1) last.
 
     Raises:
-        ValueError: for an op, a shape or a size that is not there.
+        ValueError: for an op, a shape or a size that is not there, or if nothing is
+            asked for.
     """
     for op in options.ops:
         if op not in OPS:
@@ -125,6 +126,11 @@ def benches(options: argparse.Namespace, settings: Settings) -> list[Bench]:
         if op in options.ops
         for bench in make(options, settings)
     ]
+    if not found:
+        raise ValueError(
+            f"ops={options.ops}, tp={_sizes(options)}, shape={options.shape}: there is "
+            "nothing to measure; leave one of them out"
+        )
     return sorted(found, key=lambda bench: bench.label.endswith("@1"))
 
 

@@ -149,7 +149,7 @@ class PrefetchBench:
         fetch()
         found = result()
         return {
-            "accurate": accurate(expected, exact_product(x, w)),
+            "accurate": accurate(expected, exact_product(x, before)),
             "same_bits_prefetched": same_bits(found, expected),
             "weights_unchanged": same_bits(w, before),
         }

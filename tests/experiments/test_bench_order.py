@@ -60,6 +60,8 @@ def test_shapes_of_the_whole_model_come_last() -> None:
         whole = [label.endswith("@1") for label in labels]
         assert whole == sorted(whole) and sum(whole) >= 12
         assert {"N=4", "moe_front@8", "moe_front@16"} <= set(labels[: -sum(whole)])
+    with pytest.raises(ValueError, match="nothing to measure"):
+        command.benches(parse(["moe_front", "--tp", "1"]), plain)
     assert [s.tp for s in shapes.select((1, 8), ["q_b"])] == [8, 1]
 
 
@@ -109,7 +111,7 @@ def test_shares_of_a_budget() -> None:
 
 
 def test_work_that_never_ends_is_named() -> None:
-    """Field case F03: a kernel that hangs must not hold the machine in silence."""
+    """A kernel that hangs must not hold the machine in silence."""
     ended, calls = threading.Event(), list[tuple[str, float]]()
 
     def stop(name: str, seconds: float, log: object) -> None:
