@@ -40,8 +40,8 @@ TARGET = Qwen3Config(
 BLOCK_SIZE = 7
 TAPS = (0, 1, 2)
 SEQUENCE = 192
-#: What the shipped checkpoints were trained for. One thread of a 2.0 GHz-class server
-#: core with AVX-512, its neighbour busy (2026-11-29): 0.17 s a step for the target, 0.10
+#: What the shipped checkpoints were trained for. One thread of an AMD EPYC (a virtual
+#: machine, its other core busy, 2026-11-29): 0.17 s a step for the target, 0.10
 #: for a drafter.
 TARGET_STEPS = 800
 DRAFT_STEPS = {"vanilla": 2500, "gated": 2500, "rnn": 1500}

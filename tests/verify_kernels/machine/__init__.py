@@ -8,17 +8,22 @@ is right if every seed gives the same bits.
 
 Modelled: 32-lane warps that diverge and meet again; CTAs, clusters and their shared
 memory; mbarriers with transaction counts; bulk copies that land in pieces, remote
-stores and remote arrivals that are under way for a while; loads whose data arrive at
-any time up to their first use, past arrivals and ``bar.warp.sync`` too, as compiled
-code does it; programmatic launch (before ``griddepcontrol.wait`` a lane reads NaN in
-what earlier kernels write and must not store); memory and registers that hold NaN until
-written; the bytes of every tensor, between its rows too, and who may write them.
+stores and remote arrivals that are under way for a while; programmatic launch (before
+``griddepcontrol.wait`` a lane reads NaN in what earlier kernels write, and must not
+store); memory and registers that hold NaN until written; the bytes of every tensor, not
+those between its rows, and who may write them.
+
+The data of a load come at any time up to their first use that is not arithmetic, past
+arrivals, fences and ``bar.warp.sync`` too. PTX has an arrival order the loads before
+it; ptxas was measured not to, where another warp's asynchronous copy follows, so code
+must make its arrivals depend on the data. ``bar.sync``, a cluster arrival that is not
+relaxed, and a store to the same state space wait for the data.
 
 Not modelled: time, caches, bank conflicts; the order of sums inside the tensor cores
-(fp64 here) and the error of approximate functions; reordering of stores, so fences and
-memory orders have no effect and none is missed; several clusters at once; atomics and
-tensor maps. An instruction that the machine does not know is refused when it is
-decoded.
+(fp64 here) and the error of approximate functions; stores that become visible late, so
+fences and memory orders have no effect and none is missed; several clusters at once;
+atomics and tensor maps. An instruction that the machine does not know is refused when
+it is decoded.
 """
 
 from tests.verify_kernels.machine.launch import Deadlock, launch, tensor_argument

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from tests.verify_kernels.machine.arithmetic import put
 from tests.verify_kernels.machine.memory import Array, Barrier, Fault
 from tests.verify_kernels.machine.ptx import (
     BITS,
@@ -17,7 +17,7 @@ from tests.verify_kernels.machine.ptx import (
     Execute,
     Lanes,
 )
-from tests.verify_kernels.machine.warp import Group, Load, Warp
+from tests.verify_kernels.machine.warp import Group, Warp
 from verify_kernels.audit.ptx import Instruction
 
 #: Bits of a shared address within one CTA; above them is 1 + its rank, 0 for one's own.
@@ -75,7 +75,15 @@ def _load(decoder: Decoder, ins: Instruction) -> Decoded:
     signed = np.dtype(_BYTES[kind]) if kind in ("s8", "s16") else None
     bits = 32 if space == "shared" else 64
     address = decoder.address(ins.operands[1], bits)
-    registers = frozenset(decoder.registers[n] for n in names if n in decoder.registers)
+    registers = decoder.named(names)
+
+    def land(warp: Warp, values: Array, lanes: Lanes) -> None:
+        values = values if signed is None else values.view(signed)
+        for (kind, row), column in zip(targets, values.T, strict=True):
+            target = warp.rows[kind][row]
+            if column.dtype.itemsize == target.dtype.itemsize:
+                column = np.ascontiguousarray(column).view(target.dtype)
+            target[() if lanes is None else lanes] = column
 
     def run(warp: Warp, lanes: Lanes) -> None:
         places = _places(warp, bits, address, lanes)
@@ -84,7 +92,7 @@ def _load(decoder: Decoder, ins: Instruction) -> Decoded:
         else:
             waited = warp.waited if lanes is None else warp.waited[lanes]
             fetch = warp.cta.cluster.memory.reader(places, size, count, waited)
-        warp.issue(Load(space, fetch, targets, registers, lanes, signed))
+        warp.issue(space, registers, lambda: land(warp, fetch(), lanes))
 
     return Decoded(run)
 
@@ -147,18 +155,19 @@ def _store_remote(decoder: Decoder, ins: Instruction) -> Execute:
     def run(warp: Warp, lanes: Lanes) -> None:
         for lane in _each(lanes):
             values = np.stack([warp.rows[kind][r][lane] for r in sources])
+            data = values.view(np.uint8)
             cta, address = _locate(warp, _number(warp, place, lane) + at)
             other, counter = _locate(warp, _number(warp, barrier, lane) + barrier_at)
             if cta is not other:
                 raise Fault("data and barrier of a remote store are in different CTAs")
-            if address % values.nbytes:
-                raise Fault(f"{address:#x} is not a multiple of {values.nbytes}")
+            if address % len(data):
+                raise Fault(f"{address:#x} is not a multiple of {len(data)}")
 
             def land(
                 cta: Any = cta,
                 address: int = address,
                 counter: int = counter,
-                data: Array = values.view(np.uint8),
+                data: Array = data,
             ) -> None:
                 cta.shared.write_bytes(address, data)
                 cta.shared.barrier(counter).complete(len(data))
@@ -242,15 +251,6 @@ def _map(decoder: Decoder, ins: Instruction) -> Decoded:
     return Decoded(run)
 
 
-def _barriers(
-    warp: Warp, address: tuple[int, int], lanes: Lanes
-) -> Iterator[tuple[int, Barrier]]:
-    """Each lane that runs, with the barrier of its own CTA that it names."""
-    for lane in _each(lanes):
-        place = _number(warp, address[0], lane) + address[1]
-        yield lane, warp.cta.shared.barrier(place)
-
-
 def _mbarrier(decoder: Decoder, ins: Instruction) -> Decoded:
     _, what, *parts = ins.opcode.split(".")
     if what == "init":
@@ -278,7 +278,9 @@ def _arrive(decoder: Decoder, ins: Instruction, parts: list[str]) -> Execute:
     expect = "expect_tx" in parts
 
     def local(warp: Warp, lanes: Lanes) -> None:
-        for lane, barrier in _barriers(warp, address, lanes):
+        for lane in _each(lanes):
+            place = _number(warp, address[0], lane) + address[1]
+            barrier = warp.cta.shared.barrier(place)
             if expect:
                 barrier.arrive(announced=_number(warp, extra, lane))
             else:
@@ -308,26 +310,27 @@ def _try_wait(decoder: Decoder, ins: Instruction) -> Any:
     parity = decoder.row(ins.operands[2], "u32")
 
     def run(warp: Warp, group: Group, lanes: Lanes) -> bool:
+        rows = warp.rows["u32"]
+        places, wanted = rows[address[0]] + np.uint32(address[1] % 2**32), rows[parity]
         passed = np.zeros(32, np.bool_)
-        closed: Barrier | None = None
-        wanted = 0
-        for lane, barrier in _barriers(warp, address, lanes):
-            wanted = _number(warp, parity, lane)
-            if wanted > 1:
-                raise Fault(f"parity {wanted}; it is 0 or 1")
-            passed[lane] = barrier.passed(wanted)
-            if not passed[lane]:
-                closed = barrier
-                break
+        which = _each(lanes)
+        closed: tuple[Barrier, int] | None = None
+        named = zip(places[which].tolist(), wanted[which].tolist(), strict=True)
+        for place, phase in set(named):
+            if phase > 1:
+                raise Fault(f"parity {phase}; it is 0 or 1")
+            barrier = warp.cta.shared.barrier(place)
+            if barrier.passed(phase):
+                passed |= (places == place) & (wanted == phase)
+            else:
+                closed = barrier, phase
         if closed is None or warp.cta.cluster.schedule.gives_up():
-            np.copyto(
-                warp.rows["pred"][out], passed, where=True if lanes is None else lanes
-            )
+            put(warp.rows["pred"][out], passed, lanes)
             group.pc += 1
             return closed is None
-        barrier, phase = closed, wanted
+        barrier, phase = closed
         wake = group.block(lambda: f"parity {phase} of {barrier}")
-        closed.waiters.append(wake)
+        barrier.waiters.append(wake)
         return False
 
     return run

@@ -53,7 +53,8 @@ def _shuffle(decoder: Decoder, ins: Instruction) -> Decoded:
 def _elect(decoder: Decoder, ins: Instruction) -> Decoded:
     """One lane of the warp, any but always the same: the launch's seed names it."""
     chosen, _, leader = ins.operands[0].partition("|")
-    lane_row, leader_row = decoder.row(chosen, "u32"), decoder.row(leader, "pred")
+    lane_row = -1 if chosen == "_" else decoder.row(chosen, "u32")
+    leader_row = decoder.row(leader, "pred")
     _check_members(decoder, ins.operands[1])
 
     def run(warp: Warp, lanes: Lanes) -> None:
@@ -97,8 +98,9 @@ def _bf16_pairs(rows: list[Array], which: list[int]) -> Array:
 
 
 def _matrix_product(decoder: Decoder, ins: Instruction) -> Decoded:
-    """D = A B + C with A [16, 16] and B [16, 8] in bf16; one rounding to fp32 at the
-    end. Element by element in one order, so that no column depends on another.
+    """D = A B + C with A [16, 16] and B [16, 8] in bf16, summed in fp64, rounded once.
+    Every element in the same order, as a product of BLAS may not be: no column depends
+    on another.
 
     Lane 4 g + q holds A rows g and g + 8, columns 2 q + 8 h, + 1, in register
     2 h + (row >= 8); B column g likewise; C rows g and g + 8, columns 2 q, + 1.
@@ -112,13 +114,13 @@ def _matrix_product(decoder: Decoder, ins: Instruction) -> Decoded:
         warp.require_all()
         words, floats = warp.rows["b32"], warp.rows["f32"]
         left = _bf16_pairs(words, a).reshape(2, 2, 8, 4, 2)
-        left = left.transpose(1, 2, 0, 3, 4).reshape(16, 1, 16)
-        right = _bf16_pairs(words, b).transpose(1, 0, 2, 3).reshape(1, 8, 16)
-        total = np.add.reduce(left * right, 2).reshape(2, 8, 4, 2)
+        left = left.transpose(1, 2, 0, 3, 4).reshape(16, 16)
+        right = _bf16_pairs(words, b).transpose(1, 0, 2, 3).reshape(8, 16)
+        total = np.einsum("ik,jk->ij", left, right).reshape(2, 8, 4, 2)
         for r, (out, start) in enumerate(zip(d, c, strict=True)):
             floats[out][:] = total[r // 2, :, :, r % 2].reshape(32) + floats[start]
 
-    return Decoded(run, together=True)
+    return Decoded(run, together=True, pure=True)
 
 
 BUILDERS: dict[str, Build] = {

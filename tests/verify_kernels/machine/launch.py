@@ -42,6 +42,10 @@ class Schedule:
         self._coming = self._random.choice((1.0, 0.3, 0.05, 0.0))
         self.loads_at_once = self._coming == 1.0
 
+    def starved(self, warps: int) -> int:
+        """Which warp of each CTA runs only when no other can; -1 for none."""
+        return self._random.choice((-1, *range(warps)))
+
     def pace(self) -> int:
         """Mean instructions that a warp runs at a time."""
         return self._random.choice((2, 8, 40, 200))
@@ -92,15 +96,15 @@ class Cta:
         self.shared = SharedMemory(shared_bytes, f"shared memory of {name}")
         self.warps: list[Warp] = []
         self.left = False
-        self._waiting: dict[int, list[tuple[Warp, Group]]] = {}
+        self._waiting: dict[int, list[Group]] = {}
         self._threads: dict[int, int] = {}
 
-    def arrive(self, warp: Warp, group: Group, number: int, threads: int) -> bool:
+    def arrive(self, group: Group, number: int, threads: int) -> bool:
         """A warp comes to ``bar.sync``; whether it may go on at once."""
         waiting = self._waiting.setdefault(number, [])
         if self._threads.setdefault(number, threads) != threads:
             raise Fault(f"barrier {number} is used with two numbers of threads")
-        waiting.append((warp, group))
+        waiting.append(group)
         group.block(
             lambda: f"bar.sync {number}, to which {len(waiting)} warps have come"
         )
@@ -113,17 +117,15 @@ class Cta:
         if threads > come or (not threads and len(waiting) < len(self._alive())):
             return
         del self._waiting[number], self._threads[number]
-        for _, group in waiting:
+        for group in waiting:
             group.pc += 1
             group.wake()
 
     def _alive(self) -> list[Warp]:
         return [warp for warp in self.warps if warp.groups]
 
-    def end(self, warp: Warp) -> None:
-        """Lanes of ``warp`` have left; others may have waited for them alone."""
-        if warp.groups:
-            return
+    def ended(self) -> None:
+        """A warp has ended; the others may have waited for it alone."""
         for number in list(self._waiting):
             self._open(number)
         self.left = not self._alive()
@@ -158,8 +160,10 @@ class ClusterBarrier:
         group.pc += 1
         return True
 
-    def end(self, warp: Warp, lanes: Array) -> None:
-        self._open()
+    def ended(self) -> None:
+        """Threads have ended; the others may have waited for them alone."""
+        if self._waiting:
+            self._open()
 
     def _missing(self) -> int:
         """Threads that have neither arrived nor ended."""
@@ -216,8 +220,10 @@ class Cluster:
         """Number of instructions that the warps ran."""
         warps = list(self.warps)
         pace = {warp: self.schedule.pace() for warp in warps}
+        starved = self.schedule.starved(len(self.ctas[0].warps))
         while True:
             able = [warp for warp in warps if warp.runnable]
+            able = [warp for warp in able if warp.number != starved] or able
             if self._flights and (not able or self.schedule.lands()):
                 self._land_one()
             elif able:

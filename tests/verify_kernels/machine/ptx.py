@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ Control = Callable[["Warp", "Group", Lanes], bool]
 Register = tuple[int, int]
 
 #: The types that registers of a size are seen as.
-TYPES = {
+TYPES: dict[int, dict[str, Any]] = {
     1: {"pred": np.bool_},
     16: {"b16": np.uint16, "u16": np.uint16, "s16": np.int16, "bf16": np.uint16},
     32: {
@@ -53,7 +53,8 @@ class Op:
         together: all lanes of the warp take part, so they meet here first.
         guard: row of the predicate it runs under, -1 if it always runs.
         negated: runs where the predicate is false.
-        registers: all it reads or writes.
+        pure: nothing but registers is concerned, and no other lane.
+        reads, writes: registers; of an instruction that is not pure, all it names.
     """
 
     text: str
@@ -63,7 +64,9 @@ class Op:
     together: bool
     guard: int
     negated: bool
-    registers: frozenset[Register]
+    pure: bool
+    reads: frozenset[Register]
+    writes: frozenset[Register]
 
 
 @dataclass(frozen=True)
@@ -114,13 +117,10 @@ class Decoder:
         return ValueError(f"line {self.ins.line}: `{self.ins.text}`: {why}")
 
     def row(self, text: str, kind: str) -> int:
-        """Row of an operand, register or constant, that is read or written as ``kind``;
-        -1 for the sink ``_``."""
+        """Row of an operand, a register or a constant, that is seen as ``kind``."""
         if kind not in BITS:
             raise self.refuse(f"the machine has no type {kind}")
         bits = BITS[kind]
-        if text == "_":
-            return -1
         if found := self.registers.get(text):
             if found[0] != bits:
                 raise self.refuse(f"{text} has {found[0]} bits, not {bits}")
@@ -159,9 +159,29 @@ class Decoder:
             raise self.refuse(f"the machine does not know the address {text}")
         return self.row(found[1], f"u{bits}"), int(found[2] or 0)
 
-    def touched(self) -> frozenset[Register]:
-        names = [self.ins.guard, *(n for o in self.ins.operands for n in names_in(o))]
+    def named(self, operands: Iterable[str]) -> frozenset[Register]:
+        """Registers in operands."""
+        names = (name for operand in operands for name in names_in(operand))
         return frozenset(self.registers[n] for n in names if n in self.registers)
+
+    def op(self, what: Decoded) -> Op:
+        """The instruction at hand, which does ``what``."""
+        ins = self.ins
+        guard = self.row(ins.guard, "pred") if ins.guard else -1
+        pure = what.pure and guard < 0
+        every = self.named((ins.guard, *ins.operands))
+        return Op(
+            ins.text,
+            ins.line,
+            what.plain,
+            what.control,
+            what.together,
+            guard,
+            ins.text.startswith("@!"),
+            pure,
+            self.named(ins.operands[1:]) if pure else every,
+            self.named(ins.operands[:1]) if pure else every,
+        )
 
     def initial(self) -> dict[int, Array]:
         found: dict[int, Array] = {1: np.zeros((self._count[1], LANES), np.bool_)}
@@ -180,6 +200,7 @@ class Decoded:
     plain: Execute | None = None
     control: Control | None = None
     together: bool = False
+    pure: bool = False
 
 
 #: Decodes the instruction at which the decoder stands.
@@ -212,20 +233,12 @@ def decode(text: str) -> Program:
         build = builders.get(ins.head)
         if build is None:
             raise decoder.refuse("the machine does not know this instruction")
-        what = build(decoder, ins)
-        ops.append(
-            Op(
-                ins.text,
-                ins.line,
-                what.plain,
-                what.control,
-                what.together,
-                decoder.row(ins.guard, "pred") if ins.guard else -1,
-                ins.text.startswith("@!"),
-                decoder.touched(),
-            )
-        )
-    end = Op("end of the kernel", 0, None, warp.leave, False, -1, False, frozenset())
+        ops.append(decoder.op(build(decoder, ins)))
+    nothing: frozenset[Register] = frozenset()
+    end = Op(
+        "end of the kernel", 0, None, warp.leave, False, -1, False, False, nothing,
+        nothing,
+    )  # fmt: skip
     block = re.search(r"\.reqntid\s+(\d+)\s*,\s*(\d+)\s*,\s*(\d+)", text)
     return Program(
         (*ops, end),

@@ -7,13 +7,14 @@ where their paths join. An instruction for the whole warp waits for the other la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.verify_kernels.machine.memory import Array, Fault, Fetch
+from tests.verify_kernels.machine.memory import Array, Fault
 from tests.verify_kernels.machine.ptx import (
     LANES,
     TYPES,
@@ -31,21 +32,27 @@ if TYPE_CHECKING:
     from tests.verify_kernels.machine.launch import Cta
 
 
-@dataclass(eq=False)
 class Group:
     """Lanes of a warp at one place.
 
     Attributes:
         pc: number of the next instruction.
-        mask: bool [32].
+        mask: bool [32]; not changed in place.
+        lanes: the mask, None if all lanes are in it.
         blocked: says what the group waits for; None if it can run.
         gathering: it waits for the other lanes of its warp.
     """
 
-    pc: int
-    mask: Array
-    blocked: Callable[[], str] | None = None
-    gathering: bool = False
+    def __init__(self, pc: int, mask: Array) -> None:
+        self.pc = pc
+        self.blocked: Callable[[], str] | None = None
+        self.gathering = False
+        self.hold(mask)
+
+    def hold(self, mask: Array) -> None:
+        """Be these lanes from now on."""
+        self.mask = mask
+        self.lanes: Lanes = None if mask.all() else mask
 
     def block(self, why: Callable[[], str]) -> Callable[[], None]:
         """Stop; what is returned ends this stop and no later one."""
@@ -61,34 +68,23 @@ class Group:
         self.blocked = None
         self.gathering = False
 
-    @property
-    def lanes(self) -> Lanes:
-        return None if self.mask.all() else self.mask
 
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A load whose data has not come, or arithmetic on such data.
 
-@dataclass(eq=False)
-class Load:
-    """A load whose data has not reached its registers yet."""
+    Attributes:
+        space: state space of a load, "" for arithmetic.
+    """
 
     space: str
-    fetch: Fetch
-    targets: list[tuple[str, int]]
-    registers: frozenset[Register]
-    lanes: Lanes
-    signed: np.dtype[Any] | None
+    reads: frozenset[Register]
+    writes: frozenset[Register]
+    finish: Callable[[], None]
 
-    def land(self, rows: dict[str, list[Array]]) -> None:
-        values = self.fetch()
-        if self.signed is not None:
-            values = values.view(self.signed)
-        for (kind, row), column in zip(self.targets, values.T, strict=True):
-            target = rows[kind][row]
-            if column.dtype.itemsize == target.dtype.itemsize:
-                column = np.ascontiguousarray(column).view(target.dtype)
-            if self.lanes is None:
-                target[:] = column
-            else:
-                target[self.lanes] = column
+
+#: Instructions that may be pending in a warp; beyond them all are finished.
+MOST_PENDING = 400
 
 
 class Warp:
@@ -122,39 +118,71 @@ class Warp:
         self.waited = np.full(LANES, not cta.cluster.pdl)
         self.joined = np.full(LANES, -1)
         self.executed = 0
-        self._late: dict[Register, Load] = {}
+        self._pending: list[Pending] = []
+        self._late: set[Register] = set()
 
     @property
     def runnable(self) -> bool:
-        return any(group.blocked is None for group in self.groups)
+        # A loop: this runs for every warp at every turn.
+        for group in self.groups:  # noqa: SIM110
+            if group.blocked is None:
+                return True
+        return False
 
     @property
     def lanes_left(self) -> int:
         return sum(int(group.mask.sum()) for group in self.groups)
 
-    def issue(self, load: Load) -> None:
+    def issue(
+        self, space: str, writes: frozenset[Register], finish: Callable[[], None]
+    ) -> None:
         """Start a load; when its data comes is the schedule's choice."""
         if self.cta.cluster.schedule.loads_at_once:
-            load.land(self.rows)
+            finish()
         else:
-            self._late.update(dict.fromkeys(load.registers, load))
+            self._delay(Pending(space, frozenset(), writes, finish))
 
-    def land(self, touched: frozenset[Register] | None = None, space: str = "") -> None:
-        """Data comes for loads of these registers, or of this space, or for all."""
-        for register, load in list(self._late.items()):
-            if register not in self._late or (space and load.space != space):
-                continue
-            if touched is None or not touched.isdisjoint(load.registers):
-                load.land(self.rows)
-                for each in load.registers:
-                    del self._late[each]
+    def land(self, space: str = "") -> None:
+        """The data of all loads comes, or of those from one state space."""
+        for load in self._pending.copy():
+            if load.space and space in ("", load.space):
+                self._need(frozenset(), load.writes)
 
-    def land_some(self) -> None:
-        """Data comes for a load or two of those under way."""
+    def _land_some(self) -> None:
+        """Data comes for some of the loads under way."""
         schedule = self.cta.cluster.schedule
-        for register in list(self._late):
-            if register in self._late and schedule.data_comes():
-                self.land(frozenset((register,)))
+        for load in self._pending.copy():
+            if load.space and schedule.data_comes():
+                self._need(frozenset(), load.writes)
+
+    def _delay(self, pending: Pending) -> None:
+        if len(self._pending) >= MOST_PENDING:
+            everything = frozenset(self._late)
+            self._need(everything, everything)
+        self._pending.append(pending)
+        self._late |= pending.reads
+        self._late |= pending.writes
+
+    def _need(self, reads: frozenset[Register], writes: frozenset[Register]) -> None:
+        """Finish, in order, what must come before these registers are read and written:
+        nothing else, so that the rest stays as late as it may be."""
+        read, written = set(reads), set(writes)
+        first, later = [], []
+        for pending in reversed(self._pending):
+            if (
+                pending.writes.isdisjoint(read)
+                and pending.writes.isdisjoint(written)
+                and pending.reads.isdisjoint(written)
+            ):
+                later.append(pending)
+            else:
+                first.append(pending)
+                read |= pending.reads
+                written |= pending.writes
+        for pending in reversed(first):
+            pending.finish()
+        self._pending = later[::-1]
+        self._late = set().union(*(p.reads | p.writes for p in self._pending))
 
     def require_all(self) -> None:
         if self.lanes_left != self._started:
@@ -162,13 +190,11 @@ class Warp:
 
     def turn(self, budget: int) -> None:
         """Run up to ``budget`` instructions of the group furthest behind."""
-        self.land_some()
+        self._land_some()
         group = self._furthest_behind()
         for _ in range(budget):
             op = self._ops[group.pc]
-            if op.together and len(self.groups) > 1:
-                group.block(lambda: "the other lanes of its warp")
-                group.gathering = True
+            if op.together and not self._gathered(group):
                 if not self.runnable:
                     return
                 group = self._furthest_behind()
@@ -191,8 +217,11 @@ class Warp:
         return min(able, key=lambda group: group.pc)
 
     def _execute(self, op: Op, group: Group) -> bool:
-        if self._late and not op.registers.isdisjoint(self._late):
-            self.land(op.registers)
+        late = bool(self._late) and not (
+            self._late.isdisjoint(op.reads) and self._late.isdisjoint(op.writes)
+        )
+        if late and not op.pure:
+            self._need(op.reads, op.writes)
         lanes = group.lanes
         if op.guard >= 0:
             lanes = self.rows["pred"][op.guard] ^ op.negated
@@ -204,34 +233,47 @@ class Warp:
         if op.control is not None:
             return op.control(self, group, lanes)
         assert op.plain is not None
-        op.plain(self, lanes)
+        if late and op.pure:
+            finish = functools.partial(op.plain, self, lanes)
+            self._delay(Pending("", op.reads, op.writes, finish))
+        else:
+            op.plain(self, lanes)
         group.pc += 1
         return True
 
+    def _gathered(self, group: Group) -> bool:
+        """Whether all lanes that are left are in ``group``; else it waits for them."""
+        if len(self.groups) > 1:
+            self._meet(group)
+        if len(self.groups) == 1:
+            return True
+        group.block(lambda: "the other lanes of its warp")
+        group.gathering = True
+        return False
+
     def _meet(self, group: Group) -> None:
-        """Join ``group`` with lanes that wait or stand at the same place."""
-        if group not in self.groups:
-            return
-        for other in self.groups:
-            if other is not group and other.pc == group.pc:
-                group.mask = group.mask | other.mask
-                group.wake()
-                other.wake()
+        """Join ``group`` with the lanes that wait or stand at the same place."""
+        met = [g for g in self.groups if g is not group and g.pc == group.pc]
+        if group in self.groups and met:
+            for other in met:
+                group.hold(group.mask | other.mask)
                 self.groups.remove(other)
-                break
+            group.wake()
+        self._end_gathering()
+
+    def _end_gathering(self) -> None:
         if len(self.groups) == 1 and self.groups[0].gathering:
             self.groups[0].wake()
 
     def end(self, group: Group, lanes: Lanes) -> None:
-        """Lanes of a group leave the kernel."""
-        leaving = group.mask if lanes is None else lanes
-        group.mask = group.mask & ~leaving
+        """Lanes of a group leave the kernel; others may have waited for them alone."""
+        group.hold(group.mask & ~(group.mask if lanes is None else lanes))
         if not group.mask.any():
             self.groups.remove(group)
-        if len(self.groups) == 1 and self.groups[0].gathering:
-            self.groups[0].wake()
-        self.cta.cluster.barrier.end(self, leaving)
-        self.cta.end(self)
+        self._end_gathering()
+        self.cta.cluster.barrier.ended()
+        if not self.groups:
+            self.cta.ended()
 
     def where(self, op: Op, group: Group) -> str:
         lanes = sum(1 << int(i) for i in np.flatnonzero(group.mask))
@@ -271,7 +313,7 @@ def _branch(decoder: Decoder, ins: Instruction) -> Decoded:
             return True
         assert lanes is not None
         warp.groups.append(Group(target, lanes))
-        group.mask = rest
+        group.hold(rest)
         group.pc += 1
         return True
 
@@ -284,12 +326,14 @@ def _bar(decoder: Decoder, ins: Instruction) -> Decoded:
         return Decoded(lambda warp, lanes: warp.require_all(), together=True)
     if ins.opcode != "bar.sync":
         raise decoder.refuse("the machine does not know this barrier instruction")
+    if not all(operand.isdigit() for operand in ins.operands):
+        raise decoder.refuse("the machine takes constants for bar.sync only")
     number = int(ins.operands[0])
     threads = int(ins.operands[1]) if len(ins.operands) > 1 else 0
 
     def run(warp: Warp, group: Group, lanes: Lanes) -> bool:
         warp.land()
-        return warp.cta.arrive(warp, group, number, threads)
+        return warp.cta.arrive(group, number, threads)
 
     return Decoded(control=run, together=True)
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of the kernels on the machine, from tensors on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
+from tests.verify_kernels.test_attn_res import fresh
+from tests.verify_kernels.test_skinny_gemm import padded
+from verify_kernels.attn_res.host import HIDDEN, variant_name
+from verify_kernels.common.variant import Variant, variants
+from verify_kernels.skinny_gemm.host import TILINGS
+from verify_kernels.skinny_gemm.tiling import Tiling
+
+#: Changes PTX before it runs.
+Edit = Callable[[str], str]
+
+
+@functools.cache
+def compiled(op: str, name: str) -> tuple[Variant, str]:
+    """A variant and its PTX."""
+    variant = next(v for v in variants((op,)) if v.name == name)
+    with tempfile.TemporaryDirectory() as directory:
+        variant.compile("sm_90a", Path(directory))
+        (ptx,) = Path(directory).glob("*.ptx")
+        return variant, ptx.read_text()
+
+
+def tiling_for(k: int, rows: int) -> Tiling:
+    return next(t for most, t in TILINGS[k].items() if rows <= most)
+
+
+def skinny_gemm(
+    x: Tensor,
+    ws: Sequence[Tensor],
+    outputs: Sequence[str] = ("bf16",),
+    *,
+    clusters: int = 1,
+    seed: int = 0,
+    edit: Edit = str,
+) -> list[Tensor]:
+    """One launch as `SkinnyGemm` makes it; x and the results in rows apart."""
+    rows, k = x.shape
+    t = tiling_for(k, rows)
+    _, ptx = compiled("skinny_gemm", f"{t.name}_{'_'.join(outputs)}")
+    memory = GlobalMemory()
+    x = padded(x)
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    ys = [
+        torch.full((rows, w.shape[0] + 3), torch.nan, dtype=kinds[o])[:, :-3]
+        for w, o in zip(ws, outputs, strict=True)
+    ]
+    at = memory.add(x, "x", dynamic=True)
+    parameters = [tensor_argument(at, (rows,), x.stride()[:1])]
+    for g, w in enumerate(ws):
+        parameters.append(tensor_argument(memory.add(w, f"w{g}"), w.shape[:1]))
+    for g, y in enumerate(ys):
+        at = memory.add(y, f"y{g}", dynamic=True, writable=True)
+        parameters.append(tensor_argument(at, y.shape, y.stride()[:1]))
+    launch(
+        edit(ptx),
+        memory,
+        parameters,
+        grid=(clusters * t.cluster, 1, 1),
+        block=(t.threads, 1, 1),
+        cluster=(t.cluster, 1, 1),
+        shared_bytes=t.shared_bytes,
+        seed=seed,
+    )
+    return ys
+
+
+def attn_res(
+    form: tuple[int, str, bool, bool],
+    arguments: dict[str, Any],
+    *,
+    seed: int = 0,
+    edit: Edit = str,
+) -> list[Tensor]:
+    """One launch; the output, the prefix and the blocks."""
+    variant, ptx = compiled("attn_res", variant_name(*form))
+    rows = arguments["prefix"].shape[0]
+    call = fresh(arguments)
+    call["out"] = torch.full((rows, HIDDEN + 8), torch.nan).bfloat16()[:, :HIDDEN]
+    memory = GlobalMemory()
+    parameters = []
+    for name in variant.kernel.parameters:
+        tensor = call[name]
+        address = memory.add(
+            tensor,
+            name,
+            dynamic=not name.endswith("weight"),
+            writable=name in ("out", "prefix", "blocks"),
+        )
+        open_extents = tensor.shape[:-1], tensor.stride()[:-1]
+        parameters.append(tensor_argument(address, *open_extents))
+    for name in ("eps", "output_norm_eps"):
+        parameters.append(np.float32(arguments[name]).tobytes())
+    launch(
+        edit(ptx),
+        memory,
+        parameters,
+        grid=(variant.kernel.ctas, rows, 1),
+        block=(128, 1, 1),
+        cluster=(variant.kernel.ctas, 1, 1),
+        shared_bytes=variant.kernel.shared_bytes,
+        seed=seed,
+    )
+    return [call["out"], call["prefix"], call["blocks"]]
