@@ -8,11 +8,20 @@ import re
 import pytest
 
 from verify_kernels.audit import audit
+from verify_kernels.audit.sass import NoDisassembler, find_nvdisasm
 from verify_kernels.common.variant import ARCHITECTURES, OPS, Variant, variants
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 ALL = list(variants())
+
+
+def disassembles() -> bool:
+    try:
+        find_nvdisasm()
+    except NoDisassembler:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -26,6 +35,7 @@ def test_variant_compiles_within_budget_and_passes_the_audit(
     # A name on the list that is not read early would let a later fault through.
     if variant.kernel.pdl:
         assert set(report.early) == set(variant.kernel.early_loads)
+    assert (report.arrivals is not None) == disassembles(), report.unchecked
 
 
 def test_names_say_which_variant_it_is() -> None:

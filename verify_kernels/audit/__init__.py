@@ -11,7 +11,10 @@ Of each variant, for each architecture, from its PTX, its cubin and its IR:
 - no global store follows ``griddepcontrol.launch_dependents``, unless the kernel gives
   its reason in ``early_release``;
 - inline asm that touches memory is declared to have effects, so nothing may move it;
-- no stack, no spills; registers and shared memory within the variant's budgets.
+- no stack, no spills; registers and shared memory within the variant's budgets;
+- a barrier is arrived on only after all loads from shared memory have returned, so no
+  slot is handed back too early (`verify_kernels.audit.slots`). This is read from
+  machine code and needs nvdisasm; without one the report says that it was not checked.
 
 And of the sources: inline asm is written in one place.
 """
@@ -28,8 +31,10 @@ from verify_kernels.audit.checks import Promise, check
 from verify_kernels.audit.cubin import Resources, resources
 from verify_kernels.audit.launch import Launch, read_launch
 from verify_kernels.audit.ptx import parse
+from verify_kernels.audit.sass import NoDisassembler, disassemble
+from verify_kernels.audit.slots import check_slots, count_arrivals
 from verify_kernels.audit.source import check_ir, check_sources
-from verify_kernels.common.variant import Variant
+from verify_kernels.common.variant import Kernel, Variant
 
 __all__ = ["Report", "audit", "check_sources"]
 
@@ -45,6 +50,9 @@ class Report:
         resources: registers, stack and static shared memory.
         shared_bytes: dynamic shared memory of a CTA.
         early: parameters that are read before the wait.
+        arrivals: arrivals on barriers, each proved to come after the loads before it or
+            in ``findings``; None if not checked.
+        unchecked: why not, "" if checked.
         findings: what is wrong, one sentence each; empty if nothing is.
     """
 
@@ -54,6 +62,8 @@ class Report:
     resources: Resources
     shared_bytes: int
     early: tuple[str, ...]
+    arrivals: int | None
+    unchecked: str
     findings: tuple[str, ...]
 
 
@@ -89,6 +99,8 @@ def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
     findings += check_ir(artifacts.MLIR)
     findings += _check_launch(launch, kernel.shared_bytes, promise)
     findings += _check_budgets(used, kernel.shared_bytes, variant)
+    arrivals, unchecked, early_slots = _check_slots(artifacts.CUBIN, kernel, used)
+    findings += early_slots
     return Report(
         variant.op,
         variant.name,
@@ -96,6 +108,8 @@ def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
         used,
         kernel.shared_bytes,
         tuple(early),
+        arrivals,
+        unchecked,
         tuple(findings),
     )
 
@@ -112,6 +126,21 @@ def _keeping_ir(directory: Path) -> Iterator[None]:
         yield
     finally:
         settings.keep_ir, settings.dump_dir = before
+
+
+def _check_slots(
+    cubin: bytes, kernel: Kernel, used: Resources
+) -> tuple[int | None, str, list[str]]:
+    """Number of arrivals checked, why none were, and what was found."""
+    try:
+        code = disassemble(cubin)
+    except NoDisassembler as error:
+        return None, str(error), []
+    except ValueError as error:
+        return None, str(error), [f"slots handed back were not checked: {error}"]
+    # Ranges count from the start of dynamic shared memory, which static would move.
+    kept = () if used.static_shared_bytes else getattr(kernel, "kept_shared", ())
+    return count_arrivals(code), "", check_slots(code, kept)
 
 
 def _check_launch(launch: Launch, shared_bytes: int, promise: Promise) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -40,8 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(_table(reports))
     for where, finding in found:
         console.print(f"{where}: {finding}", markup=False, highlight=False)
+    for line in _slots(reports):
+        console.print(line, markup=False, highlight=False)
     console.print(f"{len(reports)} kernels audited, {len(found)} findings.")
     return 1 if found else 0
+
+
+def _slots(reports: Sequence[Report]) -> Iterator[str]:
+    """Whether it was checked that no slot is handed back early."""
+    checked = [r.arrivals for r in reports if r.arrivals is not None]
+    if checked:
+        yield (
+            f"Slots handed back: {sum(checked)} arrivals of {len(checked)} kernels "
+            "checked."
+        )
+    for why in dict.fromkeys(r.unchecked for r in reports if r.arrivals is None):
+        yield f"Slots handed back: not checked, {why}"
 
 
 def _table(reports: Sequence[Report]) -> Table:

@@ -144,7 +144,7 @@ def _fake_arguments(k: int, outputs: Sequence[str]) -> Sequence[Any]:
 
 
 def _register_limit(tiling: Tiling) -> int:
-    """ptxas's own limit: an SM's 65,536 registers over threads counted by four warps."""
+    """ptxas's own limit: an SM's 65,536 registers, threads counted by four warps."""
     threads = tiling.ctas_per_sm * -(-tiling.threads // 128) * 128
     return min(255, 65536 // threads)
 

@@ -68,6 +68,10 @@ class SkinnyGemmKernel:
         self.early_loads = tuple(f"w{g}" for g in names)
         self.parameters = ("x", *self.early_loads, *(f"y{g}" for g in names))
         self.shared_bytes = tiling.shared_bytes
+        # X is written once, before it is read: reads of it may be under way when a
+        # slot is handed back.
+        ring_end = tiling.barrier_bytes + tiling.stages * tiling.stage_bytes
+        self.kept_shared = ((ring_end, ring_end + tiling.token_bytes),)
 
     @cute.jit
     def __call__(
