@@ -31,6 +31,8 @@ class Kernel(Protocol):
             not.
         pdl: launched with the programmatic attribute.
         shared_bytes: dynamic shared memory of a CTA.
+        kept_shared: byte ranges of it that nothing writes again once they are read, if
+            there are any; may be missing.
     """
 
     parameters: tuple[str, ...]

@@ -397,6 +397,7 @@ class SkinnyGemmKernel:
         self, ys, ws, tiles, first, last, height, m, rank, reducer, lane, partials,
         sums, part_full, part_free, sums_full, sums_free,
     ):  # fmt: skip
+        """Adds the warps' partials of each 16-row block, 8 tokens a warp."""
         t = self.t
         share = t.tokens // t.cluster
         pitch = 4 * t.tokens * t.partial_pitch
@@ -466,6 +467,7 @@ class SkinnyGemmKernel:
         self, ys, ws, tiles, first, last, height, m, rank, lane, own, incoming, sums,
         sums_full, sums_free,
     ):  # fmt: skip
+        """Adds the cluster's sums of this CTA's tokens and stores them."""
         t = self.t
         share = t.tokens // t.cluster
         zero = m >> 16
