@@ -63,60 +63,55 @@ def _values(aggregate, count, kind, wrap, loc, ip):
     )
 
 
-@dsl_user_op
-def load_shared_128(address, offset=0, *, loc=None, ip=None):
-    """16 bytes at a 32-bit shared address plus a constant; four Int32. Clobber."""
-    i32 = T.i32()
+def _load(space, count, wrap, address, offset, loc, ip):
+    """``count`` words at an address plus a constant. Clobber."""
+    kind, letter, width = (
+        (T.f32(), "f", "f32") if wrap is Float32 else (T.i32(), "r", "b32")
+    )
+    places = ",".join(f"${i}" for i in range(count))
     out = asm(
-        llvm.StructType.get_literal([i32] * 4),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
-        "=r,=r,=r,=r,r",
+        llvm.StructType.get_literal([kind] * count),
+        [address.ir_value(loc=loc, ip=ip)],
+        f"ld.{space}.v{count}.{width} {{{places}}}, [${count}+{offset}];",
+        f"={letter}," * count + ("l" if isinstance(address, Int64) else "r"),
         effects=True,
         clobber=True,
         loc=loc,
         ip=ip,
     )
-    return _values(out, 4, i32, Int32, loc, ip)
+    return _values(out, count, kind, wrap, loc, ip)
+
+
+@dsl_user_op
+def load_shared_128(address, offset=0, *, loc=None, ip=None):
+    """16 bytes at a 32-bit shared address plus a constant; four Int32. Clobber."""
+    return _load("shared", 4, Int32, Int32(address), offset, loc, ip)
 
 
 @dsl_user_op
 def load_shared_f32x4(address, offset=0, *, loc=None, ip=None):
     """Four Float32 at a 16-byte aligned shared address. Clobber."""
-    f32 = T.f32()
-    out = asm(
-        llvm.StructType.get_literal([f32] * 4),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];",
-        "=f,=f,=f,=f,r",
-        effects=True,
-        clobber=True,
-        loc=loc,
-        ip=ip,
-    )
-    return _values(out, 4, f32, Float32, loc, ip)
+    return _load("shared", 4, Float32, Int32(address), offset, loc, ip)
+
+
+@dsl_user_op
+def load_shared_f32x2(address, offset=0, *, loc=None, ip=None):
+    """Two Float32 at an 8-byte aligned shared address. Clobber."""
+    return _load("shared", 2, Float32, Int32(address), offset, loc, ip)
 
 
 @dsl_user_op
 def load_global_128(address, offset=0, *, loc=None, ip=None):
     """16 bytes of global memory that any earlier kernel may have written. Clobber."""
-    i32 = T.i32()
-    out = asm(
-        llvm.StructType.get_literal([i32] * 4),
-        [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"ld.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];",
-        "=r,=r,=r,=r,l",
-        effects=True,
-        clobber=True,
-        loc=loc,
-        ip=ip,
-    )
-    return _values(out, 4, i32, Int32, loc, ip)
+    return _load("global", 4, Int32, Int64(address), offset, loc, ip)
 
 
 @dsl_user_op
 def load_weights_128(address, offset=0, *, loc=None, ip=None):
-    """16 bytes of static weights, read once: no L1, 256 bytes into L2. Effectful."""
+    """16 bytes of static weights, read once: no L1, 256 bytes into L2. Effectful.
+
+    Not for a request ahead of ``griddepcontrol.wait``: ptxas moves it behind the wait.
+    """
     i32 = T.i32()
     out = asm(
         llvm.StructType.get_literal([i32] * 4),
@@ -336,23 +331,6 @@ def pack_bf16x2(low, high, *, loc=None, ip=None):
         ip=ip,
     )
     return Int32(word)
-
-
-@dsl_user_op
-def load_shared_f32x2(address, offset=0, *, loc=None, ip=None):
-    """Two Float32 at an 8-byte aligned shared address. Clobber."""
-    f32 = T.f32()
-    out = asm(
-        llvm.StructType.get_literal([f32] * 2),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        f"ld.shared.v2.f32 {{$0,$1}}, [$2+{offset}];",
-        "=f,=f,r",
-        effects=True,
-        clobber=True,
-        loc=loc,
-        ip=ip,
-    )
-    return _values(out, 2, f32, Float32, loc, ip)
 
 
 @dsl_user_op

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi delta attention for the rows of a verify step; the reference so far."""
+"""Kimi delta attention for the rows of a verify step: references, no kernel yet."""
