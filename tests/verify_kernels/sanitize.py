@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small launches of every kernel, for scripts/sanitize.sh to run under its tools.
 
-    python -m tests.verify_kernels.sanitize TOOL
+    python -m tests.verify_kernels.sanitize [--only] FAULT
 
-Results are checked, then one planted fault follows that TOOL must report: a run in
-which it does not has shown nothing. Tensors are made on the CPU and copied, and torch's
+Results are checked, then one planted fault follows (`planted.memory`) that the tool
+must report: a run in which it does not has shown nothing. With --only there is nothing
+but the fault. Tensors are made on the CPU and copied, and torch's
 caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1), or a kernel that
 leaves its tensor is still inside the allocator's block.
 """
@@ -13,25 +14,35 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verify_kernels.attn_res import attn_res
 from verify_kernels.attn_res import reference as attn_res_reference
-from verify_kernels.common.variant import device_arch
+from verify_kernels.common.variant import Variant, cached, device_arch
 from verify_kernels.prefetch import PrefetchPlan, prefetch
-from verify_kernels.skinny_gemm import SkinnyGemm, host
+from verify_kernels.skinny_gemm import host
 from verify_kernels.skinny_gemm import reference as gemm_reference
 
-#: Tool -> the planted kernel that it must report.
-PLANTED = {
-    "memcheck": "PastTheEnd",
-    "racecheck": "NoBarrier",
-    "synccheck": "HalfAtTheBarrier",
+#: Kernel -> CTAs of a launch over n rows: few, so that each has several tiles and every
+#: ring goes round. A skinny GEMM of another design gets its line here.
+GRIDS: dict[str, Callable[[Any, int], int]] = {
+    "SkinnyGemmKernel": lambda tiling, n: 2 * tiling.cluster,
+    "DirectGemmKernel": lambda tiling, n: -(-n // tiling.rows),
+    "WideGemmKernel": lambda tiling, n: tiling.cluster,
 }
-#: Few CTAs, so that each has several tiles and every ring goes round.
-CLUSTERS, N = 2, 160
+#: K, rows of each weight, bytes of an element of each output, and M. Each is launched
+#: in every design that is compiled for it. In the ring, M = 9 at K = 768 holds its
+#: tokens in registers, M = 33 has some in shared memory; K = 7168 has clusters.
+GEMMS: tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = (
+    (768, (160,), (2,), (1, 9, 33)),
+    (7168, (160,), (2,), (1, 9, 33)),
+    (7168, (20, 60, 80), (4, 2, 2), (9,)),
+)
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def near(name: str, found: Tensor, exact: Tensor) -> None:
@@ -45,28 +56,45 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape).bfloat16()
 
 
+def designs(k: int, sizes: tuple[int, ...], rows: int) -> dict[str, Variant]:
+    """Of each kernel that is compiled for this K and these outputs, the variant for the
+    fewest rows that are enough; none of a kernel that takes fewer."""
+    found: dict[str, Variant] = {}
+    for variant in host.variants():
+        kernel = variant.kernel
+        name, bits = type(kernel).__name__, [d.width for d in kernel.out_dtypes]
+        if name not in GRIDS:
+            raise SystemExit(f"sanitize: {name} has no grid; give it a line in GRIDS")
+        if kernel.t.k != k or bits != [8 * size for size in sizes]:
+            continue
+        tokens = kernel.t.token_tiles
+        best = found.get(name)
+        if 8 * tokens >= rows and (not best or tokens < best.kernel.t.token_tiles):
+            found[name] = variant
+    return found
+
+
 def gemms() -> None:
-    """Without and with a cluster; one launch of three matrices. M = 9 at K = 768 holds
-    its tokens in registers, M = 33 has some in shared memory."""
-    host._clusters = lambda device, size: CLUSTERS
-    for k, rows in ((768, (1, 9, 33)), (7168, (1, 9, 33))):
-        x, w = normal(33, k), normal(N, k)
+    """Every design of the skinny GEMM."""
+    arch = device_arch(torch.cuda.current_device())
+    launched = set()
+    for k, shares, sizes, numbers in GEMMS:
+        n = sum(shares)
+        x, w = normal(max(numbers), k), normal(n, k)
         exact = gemm_reference.skinny_gemm(x, w)
-        gemm, weights = SkinnyGemm(k), w.cuda()
-        for m in rows:
-            out = torch.full((m, N), torch.nan, dtype=torch.bfloat16).cuda()
-            gemm(x[:m].cuda(), weights, out)
-            near(f"skinny_gemm K {k} M {m}", out, exact[:m])
-    sizes = (20, 60, 80)
-    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
-    outs = [
-        torch.full((9, n), torch.nan, dtype=dtype).cuda()
-        for n, dtype in zip(sizes, dtypes, strict=True)
-    ]
-    parts = [part.cuda() for part in w.split(sizes)]
-    SkinnyGemm(7168, out_dtype=dtypes)(x[:9].cuda(), parts, outs)
-    found = torch.cat([y.cpu().float() for y in outs], 1)
-    near("skinny_gemm of three", found, exact[:9])
+        weights = [part.cuda() for part in w.split(shares)]
+        for m in numbers:
+            for name, variant in designs(k, sizes, m).items():
+                outs = [
+                    torch.full((m, share), torch.nan, dtype=DTYPES[size]).cuda()
+                    for share, size in zip(shares, sizes, strict=True)
+                ]
+                ctas = GRIDS[name](variant.kernel.t, n)
+                cached(variant, arch)(x[:m].cuda(), weights, outs, ctas, 1)
+                found = torch.cat([y.cpu().float() for y in outs], 1)
+                near(f"{name} {variant.name} M {m}", found, exact[:m])
+                launched.add(name)
+    print("sanitize: launched", *sorted(launched), flush=True)
 
 
 def residuals() -> None:
@@ -90,12 +118,12 @@ def prefetches() -> None:
         raise SystemExit("sanitize: prefetch changed memory")
 
 
-def plant(tool: str) -> None:
-    """The fault that the tool must report; memcheck stops the kernel or the context."""
+def plant(name: str) -> None:
+    """A fault that the tool must report; some stop the kernel or the context."""
     from tests.verify_kernels.planted import memory
     from tests.verify_kernels.planted.base import planted
 
-    fault = planted(getattr(memory, PLANTED[tool])())
+    fault = planted(getattr(memory, name)())
     kernel = fault.compile(device_arch(torch.cuda.current_device()))
     w, x, y = torch.ones(128), torch.ones(64), torch.zeros(64, 8)
     arguments = w.bfloat16().cuda(), x.bfloat16().cuda(), y.cuda()
@@ -109,15 +137,16 @@ def plant(tool: str) -> None:
         os._exit(0)
 
 
-def main(tool: str) -> None:
+def main(fault: str, only: bool) -> None:
     torch.manual_seed(0)
-    gemms()
-    residuals()
-    prefetches()
-    torch.cuda.synchronize()
-    print("sanitize: results are right", flush=True)
-    plant(tool)
+    if not only:
+        gemms()
+        residuals()
+        prefetches()
+        torch.cuda.synchronize()
+        print("sanitize: results are right", flush=True)
+    plant(fault)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[-1], "--only" in sys.argv)

@@ -327,7 +327,7 @@ def test_reads_of_resident_tokens_are_told_apart_by_their_address(
     from verify_kernels.common.variant import variants
 
     gemms = variants(("skinny_gemm",))
-    (variant,) = (v for v in gemms if v.name.startswith("k768_m64"))
+    (variant,) = (v for v in gemms if v.name.startswith("k2112_m32"))
     compiled = variant.compile(arch, dump=tmp_path)
     code = sass.disassemble(compiled.artifacts.CUBIN)
     kept = variant.kernel.kept_shared

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' PTX on the CPU, under many schedules: numbers and bits.
+"""The kernels' PTX on the CPU, under many schedules: numbers, bits, and no two accesses
+to shared memory that nothing orders.
 
 Compiled for sm_90a as for a GPU; see `machine` for what of one is modelled.
 """
@@ -43,7 +44,9 @@ def test_skinny_gemm_is_right_and_bit_equal_under_every_schedule(
     first: Tensor | None = None
     for rows in reversed(sizes):
         for seed in SEEDS:
-            (y,) = skinny_gemm(x[:rows], [w], clusters=clusters, seed=100 * rows + seed)
+            (y,) = skinny_gemm(
+                x[:rows], [w], clusters=clusters, seed=100 * rows + seed, races=True
+            )
             if first is None:
                 skinny_tests.check_accuracy(y, x, w)
                 first = y.clone()
@@ -57,7 +60,7 @@ def test_skinny_gemm_with_three_matrices_in_one_launch() -> None:
     x, w = skinny_tests.inputs(22, 7168, "outliers", 3, device="cpu")
     ws = list(w.split([9, 1, 12]))
     for seed in SEEDS[:2]:
-        ys = skinny_gemm(x, ws, outputs, seed=seed)
+        ys = skinny_gemm(x, ws, outputs, seed=seed, races=True)
         for y, part in zip(ys, ws, strict=True):
             skinny_tests.check_accuracy(y, x, part)
 
@@ -79,12 +82,12 @@ def test_attn_res_is_right_and_bit_equal_under_every_schedule(
     expected = attn_res_tests.fresh(arguments)
     exact, prefix = attn_res_reference.attn_res(**expected)
     bound = attn_res_tests.elementwise_bound(arguments, exact)
-    first = attn_res(form, arguments)
+    first = attn_res(form, arguments, races=True)
     assert ((first[0].double() - exact).abs() <= bound).all()
     for found, right in zip(first[1:], (prefix, expected["blocks"]), strict=True):
         assert torch.equal(attn_res_tests.bits(found), attn_res_tests.bits(right))
     for seed in SEEDS[1:]:
-        again = attn_res(form, arguments, seed=seed)
+        again = attn_res(form, arguments, seed=seed, races=True)
         for one, other in zip(first, again, strict=True):
             assert torch.equal(attn_res_tests.bits(one), attn_res_tests.bits(other))
     alone = attn_res_tests.fresh(arguments, slice(1, 2))

@@ -5,6 +5,7 @@ there."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,9 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "kernel_cutlass_kernel_{}_object_at__tensorptrbf16gmem_0"
 GEMM = NAME.format("verify_kernelsskinny_gemmkernelSkinnyGemmKernel")
 ATTN = NAME.format("verify_kernelsattn_reskernelAttnResKernel")
-PAST, RACE, HALF = (
+DIRECT = NAME.format("verify_kernelsskinny_gemmdirectDirectGemmKernel")
+PAST, RACE, LANE, HALF = (
     NAME.format(f"testsverify_kernelsplantedmemory{fault}")
-    for fault in ("PastTheEnd", "NoBarrier", "HalfAtTheBarrier")
+    for fault in (
+        "PastTheEnd",
+        "NoBarrier",
+        "LaneNotInTheMask",
+        "HalfAWarpAtTheBarrier",
+    )
 )
 
 
@@ -54,11 +61,13 @@ GOOD = {
     "memcheck": HEAD + DONE + invalid(PAST) * 2 + TAIL,
     "racecheck": HEAD + DONE + race(RACE) + "========= RACECHECK SUMMARY: 1 hazard\n",
     "racecheck-bulk": HEAD + race(GEMM) * 2 + DONE + race(RACE) + TAIL,
-    "synccheck": HEAD + DONE + barrier(HALF) + TAIL,
+    "synccheck": HEAD + DONE + barrier(LANE) + TAIL,
 }
 
 
-def verdicts(logs: dict[str, str], folder: Path) -> tuple[int, dict[str, str], str]:
+def verdicts(
+    logs: dict[str, str], folder: Path, *arguments: str
+) -> tuple[int, dict[str, str], str]:
     """Exit status, run -> verdict line, and all output of the script."""
     for run, text in logs.items():
         (folder / f"{run}.txt").write_text(text)
@@ -70,14 +79,14 @@ def verdicts(logs: dict[str, str], folder: Path) -> tuple[int, dict[str, str], s
     )
     tool.chmod(0o755)
     done = subprocess.run(
-        [ROOT / "scripts" / "sanitize.sh"],
+        [ROOT / "scripts" / "sanitize.sh", *arguments],
         env={**os.environ, "SANITIZER": str(tool), "LOGS": str(folder / "logs")},
         capture_output=True,
         text=True,
         timeout=60,
     )
     lines = [line.split(": ", 1) for line in done.stdout.splitlines()]
-    found = {line[0]: line[1] for line in lines if line[0] in GOOD}
+    found = {line[0]: line[1] for line in lines if line[0].split()[0] in GOOD}
     return done.returncode, found, done.stdout + done.stderr
 
 
@@ -102,6 +111,8 @@ def test_planted_faults_and_listed_false_positives_pass(tmp_path: Path) -> None:
         ("racecheck", HEAD + DONE + race(GEMM), "FAIL", "SkinnyGemmKernel | "),
         ("racecheck-bulk", GOOD["racecheck-bulk"] + race(ATTN), "FAIL", "AttnRes"),
         ("synccheck", GOOD["synccheck"] + barrier(ATTN), "FAIL", "AttnResKernel | "),
+        ("racecheck", GOOD["racecheck"] + race(DIRECT), "FAIL", "DirectGemmKernel | "),
+        ("synccheck", HEAD + DONE + barrier(HALF), "FAIL", "HalfAWarpAtTheBarrier | "),
         ("synccheck", HEAD + "sanitize: K 768 is off by 1\n", "FAIL", "is off by 1"),
     ],
     ids=[
@@ -112,6 +123,8 @@ def test_planted_faults_and_listed_false_positives_pass(tmp_path: Path) -> None:
         "only-race",
         "other",
         "barrier",
+        "another-module",
+        "another-fault",
         "wrong",
     ],
 )
@@ -123,6 +136,68 @@ def test_anything_else_does_not(
     for name, line in found.items():
         assert line.startswith(verdict if name == run else "PASS"), output
     assert shown in output
+
+
+def test_planted_faults_are_tried_one_by_one(tmp_path: Path) -> None:
+    status, found, output = verdicts(GOOD, tmp_path, "faults")
+    reported = {name: line.startswith("reported: ") for name, line in found.items()}
+    assert reported == {
+        "memcheck PastTheEnd": True,
+        "racecheck NoBarrier": True,
+        "synccheck LaneNotInTheMask": True,
+        "synccheck HalfAWarpAtTheBarrier": False,
+        "synccheck BarrierNotWaitedFor": False,
+        "synccheck BarrierNotMade": False,
+    }, output
+    assert "Divergent thread(s) in block" in found["synccheck LaneNotInTheMask"]
+    assert status == 0
+    # The one that counts is the first of a tool.
+    other = {"synccheck": HEAD + barrier(HALF)}
+    status, found, output = verdicts(GOOD | other, tmp_path, "faults")
+    assert found["synccheck HalfAWarpAtTheBarrier"].startswith("reported: "), output
+    assert found["synccheck LaneNotInTheMask"].startswith("not reported"), output
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ("LaneNotInTheMask", r"WARPSYNC R\d+"),
+        ("HalfAWarpAtTheBarrier", r"@!?P\d EXIT .*BAR\.SYNC"),
+        ("BarrierNotWaitedFor", r"SYNCS\.EXCH.*SYNCS\.ARRIVE.*BRA"),
+        ("BarrierNotMade", r"^(?!.*SYNCS\.EXCH).*SYNCS\.ARRIVE"),
+    ],
+)
+def test_planted_faults_are_still_there_in_machine_code(
+    fault: str, wanted: str, tmp_path: Path
+) -> None:
+    """ptxas drops a sync under a mask where it sees that it orders nothing."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from tests.verify_kernels.planted import memory
+    from tests.verify_kernels.planted.base import planted
+    from verify_kernels.audit.sass import NoDisassembler, disassemble
+
+    compiled = planted(getattr(memory, fault)()).compile("sm_90a", dump=tmp_path)
+    try:
+        code = disassemble(compiled.artifacts.CUBIN)
+    except NoDisassembler as error:
+        pytest.skip(str(error))
+    text = " ".join(ins.text for ins in code.instructions)
+    assert re.search(wanted, text), text
+
+
+def test_every_design_of_the_skinny_gemm_is_launched_small() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from tests.verify_kernels.sanitize import GEMMS, designs
+    from verify_kernels.skinny_gemm import host
+
+    launched = set()
+    for k, _, sizes, numbers in GEMMS:
+        for m in numbers:
+            found = designs(k, sizes, m)
+            assert found, (k, m)
+            launched |= set(found)
+    assert launched == {type(v.kernel).__name__ for v in host.variants()}
 
 
 def test_a_missing_tool_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' waits, each left out of the PTX once: some schedule must go wrong.
+"""The kernels' waits and arrivals, each left out or weakened in the PTX once: some
+schedule must go wrong.
 
 It shows that the machine would notice a kernel without it, and that the kernel has no
 wait to spare.
@@ -109,6 +110,98 @@ def test_a_slot_is_given_back_when_all_of_its_words_have_come(by: str) -> None:
         return found
 
     assert noticed(functools.partial(_with_seed, x, [w], edit), right)
+
+
+def found_race(x: Tensor, w: Tensor, edit: Edit) -> str:
+    """The fault of the first schedule that has one, "" if none has: a few would show
+    it, since unordered accesses need not come in the wrong order."""
+    for seed in SEEDS[:4]:
+        try:
+            skinny_gemm(x, [w], edit=edit, seed=seed, races=True)
+        except Fault as fault:
+            return str(fault)
+    return ""
+
+
+def changed(pattern: str, by: str, most: int = 0) -> Edit:
+    """All matches of a pattern replaced, of which there must be some."""
+
+    def edit(ptx: str) -> str:
+        found, count = re.subn(pattern, by, ptx, count=most)
+        assert count
+        return found
+
+    return edit
+
+
+#: One lane arrives for its warp.
+BY_ONE_LANE = (
+    "{{.reg .pred q; .reg .b32 l; mov.u32 l, %laneid; setp.eq.b32 q, l, 7; "
+    "@q mbarrier.arrive.shared.b64 _, {}, 32;}}"
+)
+#: How far row g is from the last of a slot, for lanes past it.
+LARGER = r"max\.u32\s+(%r\d+), %r\d+, {};"
+NEIGHBOUR = "a read .* not ordered with the store there by a copy"
+STORED = "a read .* not ordered with the store there by lane"
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "rows", "edit", "words"),
+    [
+        # Rows past a slot's 14 of 16 or 28 of 32 are read from the next one.
+        (768, 75, 2, changed(LARGER.format(5), r"mov.u32 \1, 5;"), NEIGHBOUR),
+        (384, 80, 1, changed(LARGER.format(3), r"mov.u32 \1, 3;"), NEIGHBOUR),
+        # A lane arrives for its warp's partial sums,
+        (
+            3584,
+            20,
+            3,
+            changed(
+                r"mbarrier\.arrive\.shared\.b64\s+%rd\d+, (\[[^\]]+\]), %r\d+;",
+                "bar.warp.sync -1; " + BY_ONE_LANE.format(r"\1"),
+            ),
+            STORED,
+        ),
+        # and, where every CTA has received, for its reads of what was sent.
+        (
+            3584,
+            110,
+            3,
+            changed(
+                r"vote\.sync\.ballot\.b32\s+(%r\d+), (%p\d+), -1;",
+                r"bar.warp.sync -1; selp.b32 \1, 1, 0, \2;",
+            ),
+            "what was counted by .* not ordered with the read there by lane",
+        ),
+    ],
+    ids=["idle-rows-14", "idle-rows-28", "partials", "sums"],
+)
+def test_accesses_that_one_lane_vouches_for_are_noticed(
+    k: int, n: int, rows: int, edit: Edit, words: str
+) -> None:
+    """compute-sanitizer's racecheck reported these of the skinny GEMM, but for the
+    sums of a cluster, on an H200 (experiments/results/h200)."""
+    x, w = skinny_tests.inputs(n, k, rows=rows, device="cpu")
+    found = found_race(x, w, edit)
+    assert re.search(words, found), found
+
+
+@pytest.mark.parametrize(("k", "n", "rows"), [(768, 85, 3), (3584, 110, 3)])
+def test_every_lane_arrives_for_its_own_reads_of_partial_sums(
+    k: int, n: int, rows: int
+) -> None:
+    """Unlike those of the ring, where a product stands between."""
+    x, w = skinny_tests.inputs(n, k, rows=rows, device="cpu")
+    ptx = compiled("skinny_gemm", f"{tiling_for(k, rows).name}_bf16")[1]
+    arrival = re.compile(r"mbarrier\.arrive\.shared::cta\.b64 _, \[t\];")
+    by_one = BY_ONE_LANE.format("[t]")
+    assert any(
+        re.search(
+            "a store .* not ordered with the read there by lane",
+            found_race(x, w, replaced(arrival, number, by_one)),
+        )
+        for number in range(len(arrival.findall(ptx)))
+    )
 
 
 def test_a_kernel_without_its_wait_for_earlier_kernels_is_noticed() -> None:

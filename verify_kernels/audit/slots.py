@@ -22,8 +22,9 @@ It rests on this:
   loads it often gives only the last a scoreboard;
 - a scoreboard is clear when everything issued with it has returned, so waiting for it
   covers the loads issued with it earlier;
-- the lanes of a warp have come together before one of them arrives for all. That is the
-  source's business: mma.sync, a shuffle or ``sync_warp`` stands between;
+- a lane arrives for itself, or the lanes of its warp have come together before it
+  arrives for all. That is the source's business: mma.sync, a shuffle, a vote or
+  ``sync_warp`` stands between;
 - what the kernel states in ``kept_shared`` is true.
 
 It does not see slots handed over by ``bar.sync`` or a cluster barrier. Shared memory

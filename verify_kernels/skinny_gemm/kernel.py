@@ -14,8 +14,9 @@ time, weights arriving through a ring of bulk copies. Warps by role:
 
 A lane's 16-byte reads are fragments as they are: with lane = 4 g + q, columns
 32 c + 8 q of weight rows g, g + 8 and of token g feed two steps of 16, the same
-permutation of k on both sides. Tokens past M repeat token M - 1, rows past a tile read
-stale bytes; neither is stored, and no row or column of a product depends on another.
+permutation of k on both sides. Tokens past M repeat token M - 1; rows past a tile are
+the slot's earlier bytes, rows past a slot repeat its last. Neither is stored, and no
+row or column of a product depends on another.
 
 Read once: every weight. Read by each cluster: X, into registers or shared memory for
 the whole launch. Early loads: the weights, by the producing warp; everybody else waits
@@ -52,6 +53,20 @@ def add_in_order(values):
     for value in values[1:]:
         total = add(total, value)
     return total
+
+
+def places_of_rows(t, g):
+    """Where row g + 8 r of a slot is from row g on, for every r, as the lane's part and
+    the constant part of a distance in bytes. Rows past the slot repeat its last row:
+    what lies behind a slot is another's, and another may be writing it."""
+    places = []
+    for first in range(0, t.rows, 8):
+        if first + 8 <= t.stage_rows:
+            places.append((0, first * t.weight_pitch))
+        else:
+            row = cutlass.min(g + first, Int32(t.stage_rows - 1))
+            places.append(((row - g) * t.weight_pitch, 0))
+    return places
 
 
 class SkinnyGemmKernel:
@@ -144,8 +159,8 @@ class SkinnyGemmKernel:
                 self.init(x_full, 1, 1)
                 self.init(full, t.stages, 1)
                 self.init(empty, t.stages, t.warps)
-                self.init(part_full, t.partial_buffers, t.warps)
-                self.init(part_free, t.partial_buffers, t.reducers)
+                self.init(part_full, t.partial_buffers, 32 * t.warps)
+                self.init(part_free, t.partial_buffers, 32 * t.reducers)
                 self.init(sums_full, t.exchange_buffers, 1)
                 self.init(sums_free, t.exchange_buffers, t.cluster)
                 cute.arch.mbarrier_init_fence()
@@ -305,6 +320,7 @@ class SkinnyGemmKernel:
             Float32,
         )
         begin = ring + g * t.weight_pitch + column
+        places = places_of_rows(t, g)
         slot = Int32(0)
         phase = Int32(0)
         buffer = Int32(0)
@@ -317,9 +333,11 @@ class SkinnyGemmKernel:
                     done = Int32(0)
                 offset = s % t.span * (t.slice_width * 2)
                 w_at = begin + slot * t.stage_bytes + offset
-                self.segment(acc, w_at, at, held, s)
+                self.segment(acc, w_at, places, at, held, s)
                 # A sum needs every weight read into it. One loaded word would not do:
                 # ptxas reorders the loads, so the last in program order may come first.
+                # A product takes the registers of all lanes, so one lane's sum needs
+                # what the others have read too, and that lane may arrive for them.
                 for r in cutlass.range_constexpr(t.row_tiles):
                     k = s if t.row_tiles > 1 else 0
                     done = done | ptx.float_bits(acc[0, 0, r, k])
@@ -341,23 +359,22 @@ class SkinnyGemmKernel:
                     self.wait(part_free + 8 * buffer, part_phase)
                     for s in cutlass.range_constexpr(t.local_slices):
                         self.store_partial(acc, r, s, out + buffer * t.partial_bytes, s)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(self.barrier(part_full + 8 * buffer))
+                # Every lane, for its own stores.
+                cute.arch.mbarrier_arrive(self.barrier(part_full + 8 * buffer))
                 buffer = buffer + 1
                 if buffer == t.partial_buffers:
                     buffer = Int32(0)
                     part_phase = part_phase ^ 1
 
     @cute.jit
-    def segment(self, acc, w_at, at, held, s: cutlass.Constexpr):
+    def segment(self, acc, w_at, places, at, held, s: cutlass.Constexpr):
         """Adds this warp's segment of slice s to acc."""
         t = self.t
         k = s if t.row_tiles > 1 else 0
         for c in cutlass.range_constexpr(t.chunks):
             w = [
-                ptx.load_shared_128(w_at, r * 8 * t.weight_pitch + c * 64)
-                for r in range(2 * t.row_tiles)
+                ptx.load_shared_128(w_at + away, offset + c * 64)
+                for away, offset in places
             ]
             for n in cutlass.range_constexpr(t.token_tiles):
                 if const_expr(n < t.held_tiles):
@@ -430,7 +447,7 @@ class SkinnyGemmKernel:
                     for s in range(t.local_slices)
                 ]
                 v = add_tree([add_in_order(p) for p in parts])
-                done = ptx.float_bits(v[3])
+                done = done | ptx.float_bits(v[3])
                 if live:
                     if const_expr(t.cluster > 1):
                         place = (rank * share + token % share) * ROW_TILE + 4 * quad
@@ -442,8 +459,8 @@ class SkinnyGemmKernel:
                         )
                     else:
                         self.store(ys, ws, token, unit, quad, first, last, height, v)
-            if lane == 0:
-                ptx.arrive_after(part_free + 8 * buffer, done, zero)
+            # Every lane, for its own reads: nothing here needs those of the others.
+            ptx.arrive_after(part_free + 8 * buffer, done, zero)
             if const_expr(t.cluster > 1):
                 idle = (lane < t.cluster) & (lane * share >= m)
                 if idle & (reducer == 0):
@@ -491,7 +508,7 @@ class SkinnyGemmKernel:
                     for r in range(t.cluster)
                 ]
                 v = add_tree(parts)
-                done = ptx.float_bits(v[3])
+                done = done | ptx.float_bits(v[3])
                 if live:
                     self.store(
                         ys, ws, rank * share + token, unit, quad, first, last, height,
@@ -500,9 +517,12 @@ class SkinnyGemmKernel:
             if unit + t.exchange_buffers < units:
                 if lane == 0:
                     self.expect(sums_full + 8 * buffer, incoming)
-                cute.arch.sync_warp()
+                # A remote arrival of every lane at every CTA would be many, so a lane
+                # arrives for all. The vote needs every lane's sums, and they what the
+                # lane has read; that the warp has met would not say so.
+                votes = cute.arch.vote_ballot_sync((done & zero) != 0)
                 if lane < t.cluster:
-                    ptx.arrive_remote_after(sums_free + 8 * buffer, lane, done, zero)
+                    ptx.arrive_remote_after(sums_free + 8 * buffer, lane, votes, zero)
             buffer = buffer + 1
             if buffer == t.exchange_buffers:
                 buffer = Int32(0)

@@ -96,9 +96,6 @@ class Tiling:
                 f"cluster={self.cluster} must divide {self.tokens} tokens: each CTA "
                 "finishes the same number of them"
             )
-        read = self.barrier_bytes + self.stages * self.stage_bytes + self.overread
-        if read > self.shared_bytes:
-            raise ValueError(f"{self}: reads of idle rows leave shared memory")
         # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
         if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
             raise ValueError(
@@ -170,11 +167,6 @@ class Tiling:
     @property
     def stage_bytes(self) -> int:
         return self.stage_rows * self.weight_pitch
-
-    @property
-    def overread(self) -> int:
-        """Bytes past the last stage that reads of idle rows may touch."""
-        return (self.rows - self.stage_rows) * self.weight_pitch
 
     @property
     def token_bytes(self) -> int:

@@ -19,11 +19,14 @@ it; ptxas was measured not to, where another warp's asynchronous copy follows, s
 must make its arrivals depend on the data. ``bar.sync``, a cluster arrival that is not
 relaxed, and a store to the same state space wait for the data.
 
+On request (``races``) accesses to shared memory that no barrier orders are faults,
+whether or not they come in the wrong order: `machine.order`.
+
 Not modelled: time, caches, bank conflicts; the order of sums inside the tensor cores
 (fp64 here) and the error of approximate functions; stores that become visible late, so
-fences and memory orders have no effect and none is missed; several clusters at once;
-atomics and tensor maps. An instruction that the machine does not know is refused when
-it is decoded.
+fences have no effect and none is missed, and memory orders matter to ``races`` alone;
+several clusters at once; atomics and tensor maps. An instruction that the machine does
+not know is refused when it is decoded.
 """
 
 from tests.verify_kernels.machine.launch import Deadlock, launch, tensor_argument

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tests.verify_kernels.machine.arithmetic import put
-from tests.verify_kernels.machine.memory import Array, Barrier, Fault
+from tests.verify_kernels.machine.memory import Array, Barrier, Fault, Fetch
 from tests.verify_kernels.machine.ptx import (
     BITS,
     Build,
@@ -87,12 +89,21 @@ def _load(decoder: Decoder, ins: Instruction) -> Decoded:
 
     def run(warp: Warp, lanes: Lanes) -> None:
         places = _places(warp, bits, address, lanes)
-        if space == "shared":
-            fetch = warp.cta.shared.reader(places, size, count)
-        else:
+        order = warp.cta.cluster.order
+        if space != "shared":
             waited = warp.waited if lanes is None else warp.waited[lanes]
             fetch = warp.cta.cluster.memory.reader(places, size, count, waited)
-        warp.issue(space, registers, lambda: land(warp, fetch(), lanes))
+        else:
+            fetch = warp.cta.shared.reader(places, size, count)
+            if order is not None:
+                read = order.read(warp, lanes, places, size * count)
+
+        def come() -> None:
+            if space == "shared" and order is not None:
+                order.came(warp, read)
+            land(warp, fetch(), lanes)
+
+        warp.issue(space, registers, come)
 
     return Decoded(run)
 
@@ -138,6 +149,8 @@ def _store(decoder: Decoder, ins: Instruction) -> Decoded:
             values = values[lanes]
         if space == "shared":
             warp.cta.shared.write(places, values)
+            if warp.cta.cluster.order is not None:
+                warp.cta.cluster.order.write(warp, lanes, places, size * count)
         else:
             waited = warp.waited if lanes is None else warp.waited[lanes]
             warp.cta.cluster.memory.write(places, values, waited)
@@ -162,19 +175,28 @@ def _store_remote(decoder: Decoder, ins: Instruction) -> Execute:
                 raise Fault("data and barrier of a remote store are in different CTAs")
             if address % len(data):
                 raise Fault(f"{address:#x} is not a multiple of {len(data)}")
-
-            def land(
-                cta: Any = cta,
-                address: int = address,
-                counter: int = counter,
-                data: Array = data,
-            ) -> None:
-                cta.shared.write_bytes(address, data)
-                cta.shared.barrier(counter).complete(len(data))
-
-            warp.cta.cluster.send(cta, land, ins.text)
+            land = _landing(warp, int(lane), cta, counter)
+            come = functools.partial(land, address, lambda data=data: data)
+            warp.cta.cluster.send(cta, come, ins.text)
 
     return run
+
+
+def _landing(
+    warp: Warp, lane: int, cta: Any, counter: int
+) -> Callable[[int, Fetch], None]:
+    """What happens when bytes come that ``lane`` sends now and a barrier counts."""
+    order = warp.cta.cluster.order
+    knowledge = None if order is None else order.knowledge(warp, lane)
+
+    def land(address: int, fetch: Fetch) -> None:
+        data, barrier = fetch(), cta.shared.barrier(counter)
+        if order is not None:
+            order.land(knowledge, cta, address, len(data), barrier)
+        cta.shared.write_bytes(address, data)
+        barrier.complete(len(data))
+
+    return land
 
 
 def _locate(warp: Warp, address: int) -> tuple[Any, int]:
@@ -220,22 +242,17 @@ def _copy(decoder: Decoder, ins: Instruction) -> Decoded:
                 size,
                 bool(warp.waited[lane]),
             )
+            land = _landing(warp, int(lane), cta, counter)
             for first, last in warp.cta.cluster.schedule.pieces(size):
-
-                def land(
-                    cta: Any = cta,
-                    address: int = address + first,
-                    counter: int = counter,
-                    fetch: Any = fetch,
-                    part: slice = slice(first, last),
-                ) -> None:
-                    data = fetch()[part]
-                    cta.shared.write_bytes(address, data)
-                    cta.shared.barrier(counter).complete(len(data))
-
-                warp.cta.cluster.send(cta, land, ins.text)
+                part = functools.partial(_part, fetch, first, last)
+                come = functools.partial(land, address + first, part)
+                warp.cta.cluster.send(cta, come, ins.text)
 
     return Decoded(run)
+
+
+def _part(fetch: Fetch, first: int, last: int) -> Array:
+    return fetch()[first:last]
 
 
 def _map(decoder: Decoder, ins: Instruction) -> Decoded:
@@ -281,6 +298,8 @@ def _arrive(decoder: Decoder, ins: Instruction, parts: list[str]) -> Execute:
         for lane in _each(lanes):
             place = _number(warp, address[0], lane) + address[1]
             barrier = warp.cta.shared.barrier(place)
+            if warp.cta.cluster.order is not None:
+                warp.cta.cluster.order.arrive(warp, int(lane), barrier)
             if expect:
                 barrier.arrive(announced=_number(warp, extra, lane))
             else:
@@ -289,15 +308,22 @@ def _arrive(decoder: Decoder, ins: Instruction, parts: list[str]) -> Execute:
     def remote(warp: Warp, lanes: Lanes) -> None:
         for lane in _each(lanes):
             cta, place = _locate(warp, _number(warp, address[0], lane) + address[1])
+            order = warp.cta.cluster.order
+            carried = None if order is None else order.leave_relaxed(warp, int(lane))
 
-            def land(cta: Any = cta, place: int = place) -> None:
-                cta.shared.barrier(place).arrive()
+            def land(
+                cta: Any = cta, place: int = place, carried: Array | None = carried
+            ) -> None:
+                barrier = cta.shared.barrier(place)
+                if carried is not None:
+                    warp.cta.cluster.order.arrive_with(carried, barrier)
+                barrier.arrive()
 
             warp.cta.cluster.send(cta, land, ins.text)
 
     if "shared::cluster" not in parts:
         return local
-    if expect or extra >= 0:
+    if expect or extra >= 0 or "relaxed" not in parts:
         raise decoder.refuse("the machine does not know this remote arrival")
     return remote
 
@@ -321,7 +347,11 @@ def _try_wait(decoder: Decoder, ins: Instruction) -> Any:
                 raise Fault(f"parity {phase}; it is 0 or 1")
             barrier = warp.cta.shared.barrier(place)
             if barrier.passed(phase):
-                passed |= (places == place) & (wanted == phase)
+                here = (places == place) & (wanted == phase)
+                passed |= here
+                if warp.cta.cluster.order is not None:
+                    here &= True if lanes is None else lanes
+                    warp.cta.cluster.order.wait(warp, here, barrier)
             else:
                 closed = barrier, phase
         if closed is None or warp.cta.cluster.schedule.gives_up():

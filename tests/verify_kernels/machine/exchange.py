@@ -46,6 +46,7 @@ def _shuffle(decoder: Decoder, ins: Instruction) -> Decoded:
         # For .up the clamp is the segment's first lane.
         inside = source >= last if how == "up" else source <= last
         put(rows[out], rows[value][np.where(inside, source, _LANE)], lanes)
+        warp.data_met()
 
     return Decoded(run, together=True)
 
@@ -86,6 +87,7 @@ def _vote(decoder: Decoder, ins: Instruction) -> Decoded:
         votes = warp.rows["pred"][vote]
         result = found[how](votes if lanes is None else votes[lanes])
         put(warp.rows[kind][out], result, lanes)
+        warp.data_met()
 
     return Decoded(run, together=True)
 
@@ -119,6 +121,7 @@ def _matrix_product(decoder: Decoder, ins: Instruction) -> Decoded:
         total = np.einsum("ik,jk->ij", left, right).reshape(2, 8, 4, 2)
         for r, (out, start) in enumerate(zip(d, c, strict=True)):
             floats[out][:] = total[r // 2, :, :, r % 2].reshape(32) + floats[start]
+        warp.data_met()
 
     return Decoded(run, together=True, pure=True)
 

@@ -47,6 +47,7 @@ def skinny_gemm(
     clusters: int = 1,
     seed: int = 0,
     edit: Edit = str,
+    races: bool = False,
 ) -> list[Tensor]:
     """One launch as `SkinnyGemm` makes it; x and the results in rows apart."""
     rows, k = x.shape
@@ -75,6 +76,7 @@ def skinny_gemm(
         cluster=(t.cluster, 1, 1),
         shared_bytes=t.shared_bytes,
         seed=seed,
+        races=races,
     )
     return ys
 
@@ -85,6 +87,7 @@ def attn_res(
     *,
     seed: int = 0,
     edit: Edit = str,
+    races: bool = False,
 ) -> list[Tensor]:
     """One launch; the output, the prefix and the blocks."""
     variant, ptx = compiled("attn_res", variant_name(*form))
@@ -114,5 +117,6 @@ def attn_res(
         cluster=(variant.kernel.ctas, 1, 1),
         shared_bytes=variant.kernel.shared_bytes,
         seed=seed,
+        races=races,
     )
     return [call["out"], call["prefix"], call["blocks"]]

@@ -17,6 +17,7 @@ from tests.verify_kernels.machine.memory import (
     GlobalMemory,
     SharedMemory,
 )
+from tests.verify_kernels.machine.order import Order
 from tests.verify_kernels.machine.ptx import LANES, Lanes, Program, decode
 from tests.verify_kernels.machine.warp import Group, Warp
 
@@ -117,6 +118,9 @@ class Cta:
         if threads > come or (not threads and len(waiting) < len(self._alive())):
             return
         del self._waiting[number], self._threads[number]
+        if self.cluster.order is not None:
+            come = [w for w in self.warps if any(g in waiting for g in w.groups)]
+            self.cluster.order.meet(come)
         for group in waiting:
             group.pc += 1
             group.wake()
@@ -139,11 +143,13 @@ class ClusterBarrier:
         self._phase = 0
         self._waiting: list[Callable[[], None]] = []
 
-    def arrive(self, warp: Warp, lanes: Lanes) -> None:
+    def arrive(self, warp: Warp, lanes: Lanes, relaxed: bool) -> None:
         which = np.full(LANES, True) if lanes is None else lanes
         if (warp.joined[which] >= 0).any():
             raise Fault("a second arrival without a wait")
         warp.joined[which] = self._phase
+        if self._cluster.order is not None and not relaxed:
+            self._cluster.order.arrive_cluster(warp, lanes)
         self._open()
 
     def wait(self, warp: Warp, group: Group, lanes: Lanes) -> bool:
@@ -157,6 +163,8 @@ class ClusterBarrier:
             self._waiting.append(wake)
             return False
         warp.joined[which] = -1
+        if self._cluster.order is not None:
+            self._cluster.order.wait_cluster(warp, lanes)
         group.pc += 1
         return True
 
@@ -177,13 +185,19 @@ class ClusterBarrier:
         if self._missing():
             return
         self._phase += 1
+        if self._cluster.order is not None:
+            self._cluster.order.open_cluster()
         waiting, self._waiting = self._waiting, []
         for wake in waiting:
             wake()
 
 
 class Cluster:
-    """The CTAs of one cluster, run until all have ended."""
+    """The CTAs of one cluster, run until all have ended.
+
+    Attributes:
+        order: which accesses to shared memory are ordered; None if nobody asked.
+    """
 
     def __init__(
         self,
@@ -195,6 +209,7 @@ class Cluster:
         self.memory, self.parameters = memory, parameters
         self.pdl, self.schedule = pdl, schedule
         self.ctas: list[Cta] = []
+        self.order: Order | None = None
         self.barrier = ClusterBarrier(self)
         self._flights: list[_Flight] = []
 
@@ -256,6 +271,7 @@ def launch(
     shared_bytes: int = 0,
     pdl: bool = True,
     seed: int = 0,
+    races: bool = False,
 ) -> int:
     """Run the one kernel of a PTX module, cluster after cluster in any order.
 
@@ -267,6 +283,7 @@ def launch(
         shared_bytes: dynamic shared memory of a CTA.
         pdl: earlier kernels may still run until ``griddepcontrol.wait``.
         seed: which of the possible launches.
+        races: refuse accesses to shared memory that nothing orders (`machine.order`).
 
     Returns:
         the number of warp instructions that ran.
@@ -298,6 +315,8 @@ def launch(
             place = order.pop(schedule.pick(len(order)))
             one = Cluster(memory, named, pdl, schedule)
             _fill(one, program, place, grid, block, cluster, shared_bytes)
+            if races:
+                one.order = Order(one.ctas, shared_bytes)
             executed += one.run()
     return executed
 

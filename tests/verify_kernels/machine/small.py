@@ -48,6 +48,7 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     pdl: bool = False,
+    races: bool = False,
 ) -> None:
     """One cluster on ``tensors``, all of them written by earlier kernels; tensor i is
     in %d<i> and, plus 8 bytes a thread, in %d<10+i>."""
@@ -71,6 +72,7 @@ def run(
         shared_bytes=1024,
         seed=seed,
         pdl=pdl,
+        races=races,
     )
 
 

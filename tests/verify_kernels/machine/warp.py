@@ -184,6 +184,11 @@ class Warp:
         self._pending = later[::-1]
         self._late = set().union(*(p.reads | p.writes for p in self._pending))
 
+    def data_met(self) -> None:
+        """A result of all lanes' registers has been computed."""
+        if self.cta.cluster.order is not None:
+            self.cta.cluster.order.together(self)
+
     def require_all(self) -> None:
         if self.lanes_left != self._started:
             raise Fault("lanes of this warp have ended, and this waits for them")
@@ -320,10 +325,16 @@ def _branch(decoder: Decoder, ins: Instruction) -> Decoded:
     return Decoded(control=run)
 
 
+def _meet_warp(warp: Warp, lanes: Lanes) -> None:
+    warp.require_all()
+    if warp.cta.cluster.order is not None:
+        warp.cta.cluster.order.meet_warp(warp)
+
+
 def _bar(decoder: Decoder, ins: Instruction) -> Decoded:
     if ins.opcode == "bar.warp.sync":
         # Compiled code has no instruction here that would wait for the data of loads.
-        return Decoded(lambda warp, lanes: warp.require_all(), together=True)
+        return Decoded(_meet_warp, together=True)
     if ins.opcode != "bar.sync":
         raise decoder.refuse("the machine does not know this barrier instruction")
     if not all(operand.isdigit() for operand in ins.operands):
@@ -346,7 +357,7 @@ def _cluster_barrier(decoder: Decoder, ins: Instruction) -> Decoded:
     def arrive(warp: Warp, lanes: Lanes) -> None:
         if "relaxed" not in how:
             warp.land()
-        warp.cta.cluster.barrier.arrive(warp, lanes)
+        warp.cta.cluster.barrier.arrive(warp, lanes, "relaxed" in how)
 
     def wait(warp: Warp, group: Group, lanes: Lanes) -> bool:
         return warp.cta.cluster.barrier.wait(warp, group, lanes)
