@@ -3,7 +3,9 @@
 # Run compute-sanitizer over small launches of every kernel, and print one verdict a run:
 #
 #   scripts/sanitize.sh           every kernel, then the first planted fault of the tool
-#   scripts/sanitize.sh faults    no kernel, every planted fault on its own: which does
+#   scripts/sanitize.sh RUN...    only these runs of the four below
+#   scripts/sanitize.sh faults [TOOL...]
+#                                 no kernel, every planted fault on its own: which does
 #                                 this version of the tool report?
 #
 #   memcheck        addresses
@@ -134,7 +136,8 @@ fi
 mkdir -p "$LOGS"
 failed=0
 if [ "${1:-}" = faults ]; then
-  for tool in memcheck racecheck synccheck; do
+  shift
+  for tool in ${@:-memcheck racecheck synccheck}; do
     for fault in ${PLANTED[$tool]}; do
       log=$LOGS/$tool-$fault.log
       check "$tool" no "$log" --only "$fault"
@@ -152,7 +155,7 @@ if [ "${1:-}" = faults ]; then
   done
   exit $failed
 fi
-for run in memcheck racecheck racecheck-bulk synccheck; do
+for run in ${@:-memcheck racecheck racecheck-bulk synccheck}; do
   tool=${run%-bulk}
   bulk=yes
   [ "$run" = racecheck ] && bulk=no

@@ -154,6 +154,17 @@ def test_a_loaded_index_does_not_make_its_table_the_origin() -> None:
     assert found.parameters == {0} and found.loaded
 
 
+def test_no_address_flows_through_a_wgmma() -> None:
+    """Its descriptor may be one of shared memory, its A may have been anything."""
+    body = (
+        "mov.b64 {%r7, %r8}, %rd2; mov.b64 %rd8, shmem;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r3,%r4,%r5,%r6}, "
+        "{%r7,%r8,%r7,%r8}, %rd8, %p1, 1, 1, 0;\nmov.b64 %rd9, {%r3, %r4};\nret;"
+    )
+    found = AddressSlice(entry(body)).origins("[%rd9]")
+    assert found.parameters == found.spaces == frozenset() and found.loaded
+
+
 def test_an_address_from_memory_or_from_nowhere_is_a_finding() -> None:
     through = "ld.global.b64 %rd8, [%rd1];\nld.global.b32 %r7, [%rd8];\n"
     assert "a value read from memory" in findings(through + WAIT + "ret;")[0]
@@ -231,6 +242,14 @@ def test_kind_and_address_of_global_accesses(
         "prefetch.tensormap [%rd1]",
         "mbarrier.init.shared.b64 [%r1], 1",
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1,%r2,%r3,%r4}, [%r5]",
+        "wgmma.fence.sync.aligned",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, "
+        "{%r5,%r6,%r7,%r8}, %rd1, %p1, 1, 1, 0",
+        "wgmma.commit_group.sync.aligned",
+        "wgmma.wait_group.sync.aligned 0",
+        "fence.proxy.async",
+        "fence.proxy.async.shared::cta",
+        "setmaxnreg.inc.sync.aligned.u32 240",
     ],
 )
 def test_what_never_leaves_the_sm(instruction: str) -> None:

@@ -135,12 +135,35 @@ def test_a_load_after_an_arrival_needs_a_wait_between() -> None:
 
 
 @pytest.mark.parametrize(
-    "reader", ["HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4]", "UBLKCP.G.S [UR4], [UR6], UR8"]
+    "reader",
+    ["UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", "UBLKCP.G.S [UR4], [UR6], UR8"],
 )
 def test_asynchronous_readers_are_refused(reader: str) -> None:
     (finding,) = check_slots(listing(reader, "EXIT"))
     assert "reads shared memory asynchronously" in finding
     assert check_slots(listing("UBLKCP.S.G [UR4], [UR6], UR8", "EXIT")) == []
+
+
+PRODUCT = "HGMMA.64x8x16.F32.BF16 R24, R72, gdesc[UR8], R24"
+LAST = f"{PRODUCT}, gsb0"
+GROUPS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def test_a_wgmma_is_under_way_until_its_group_has_been_waited_for() -> None:
+    chain = ["WARPGROUP.ARRIVE", PRODUCT, LAST]
+    assert check_slots(listing(*chain, GROUPS, ARRIVE, "EXIT")) == []
+    for wait in ("NOP ?012345", f"@P1 {GROUPS}", GROUPS.replace("0x0", "0x1")):
+        assert early(listing(*chain, wait, ARRIVE, "EXIT")) == ["0x10", "0x20"]
+    # Closed by the next one of its warp or by none.
+    for last in (PRODUCT, f"@P1 {LAST}"):
+        assert early(listing(PRODUCT, last, GROUPS, ARRIVE)) == ["0x0", "0x10"]
+    assert early(listing(LAST, PRODUCT, GROUPS, ARRIVE)) == ["0x10"]
+    # Loads have their scoreboards, whatever groups are closed.
+    assert early(listing(f"{LOAD} <2", LAST, GROUPS, ARRIVE)) == ["0x0"]
+    assert early(listing(LAST, f"{LOAD} <2", f"{ARRIVE} ?2", "EXIT")) == ["0x0"]
+    (finding,) = check_slots(listing(ARRIVE, LAST, GROUPS, "EXIT"))
+    assert "HGMMA" in finding and "may follow an arrival with no wait" in finding
+    assert check_slots(listing(ARRIVE, TRY, LAST, GROUPS, "EXIT")) == []
 
 
 #: Lane / 4 rows of 0x100 bytes from 0x2000 on, in memory that is kept.
@@ -218,6 +241,17 @@ def test_where_a_load_reads_is_known_or_said_not_to_be(
     assert len(early(code, kept=[(low + 1, high)])) == 1
     assert len(early(code, kept=[(low, high - 1), (0, 64)])) == 1
     assert len(early(code)) == 1
+
+
+@pytest.mark.parametrize(
+    ("product", "known"),
+    [("64x8x16.F32 R5", True), ("64x8x16.F32 R1", False), ("64x16x16.F32 R252", True),
+     ("64x16x16.F32 R0", False), ("SP R0", False)],
+)  # fmt: skip
+def test_a_wgmma_writes_half_a_register_a_column(product: str, known: bool) -> None:
+    load = "LDS.128 R8, [R4+URZ+0x2000] <2"
+    code = listing(*RESIDENT, f"HGMMA.{product}, R72, gdesc[UR8], RZ, !UPT", load)
+    assert bool(shared_addresses(code)) == known
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.verify_kernels.machine.kernels import (
     Edit,
     attn_res,
     compiled,
+    ring_gemm,
     skinny_gemm,
     tiling_for,
 )
@@ -69,7 +70,7 @@ def test_every_wait_of_skinny_gemm_is_needed(k: int, n: int, rows: int) -> None:
     are code for an M of 0.)"""
     x, w = skinny_tests.inputs(n, k, rows=rows, device="cpu")
     right = skinny_gemm(x, [w])
-    ptx = compiled("skinny_gemm", f"{tiling_for(k, rows).name}_bf16")[1]
+    ptx = ring_gemm(k, rows)
     count = 0
     for number in range(len(WAIT.findall(ptx))):
         try:
@@ -192,7 +193,7 @@ def test_every_lane_arrives_for_its_own_reads_of_partial_sums(
 ) -> None:
     """Unlike those of the ring, where a product stands between."""
     x, w = skinny_tests.inputs(n, k, rows=rows, device="cpu")
-    ptx = compiled("skinny_gemm", f"{tiling_for(k, rows).name}_bf16")[1]
+    ptx = ring_gemm(k, rows)
     arrival = re.compile(r"mbarrier\.arrive\.shared::cta\.b64 _, \[t\];")
     by_one = BY_ONE_LANE.format("[t]")
     assert any(

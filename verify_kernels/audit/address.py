@@ -172,8 +172,12 @@ def _written(ins: Instruction) -> list[str]:
     plain = _plain(ins)
     if "SETP" in ins.head or ins.head == "PLOP3" or not plain:
         return []
-    if "GMMA" in ins.opcode or ins.head == "LDTM":
+    if ins.head == "LDTM":
         count, results = 255, plain[:1]
+    elif "GMMA" in ins.opcode:
+        # 64 rows by 128 threads, of 32 bits each or of 16.
+        columns = re.search(r"\.64x(\d+)x", ins.opcode)
+        count, results = int(columns[1]) // 2 if columns else 255, plain[:1]
     elif ".256" in ins.opcode:
         count, results = 8, plain[:2]
     elif "128" in ins.opcode or not _SINGLE.fullmatch(ins.head):

@@ -18,7 +18,7 @@ from verify_kernels.audit.ptx import Entry, Instruction, names_in, reach
 #: Their result comes from memory or another thread's count: no address flows through.
 _OPAQUE = frozenset(
     ("ld", "ldu", "atom", "tex", "tld4", "suld", "mbarrier", "ldmatrix", "multimem")
-)
+) | {"wgmma"}
 
 
 @dataclass(frozen=True)

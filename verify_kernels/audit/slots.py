@@ -22,14 +22,16 @@ It rests on this:
   loads it often gives only the last a scoreboard;
 - a scoreboard is clear when everything issued with it has returned, so waiting for it
   covers the loads issued with it earlier;
+- a wgmma reads shared memory until its group has been waited for: by a ``DEPBAR`` for
+  all groups, after one with ``gsb0`` (PTX's commit_group) has closed its group;
 - a lane arrives for itself, or the lanes of its warp have come together before it
   arrives for all. That is the source's business: mma.sync, a shuffle, a vote or
   ``sync_warp`` stands between;
 - what the kernel states in ``kept_shared`` is true.
 
-It does not see slots handed over by ``bar.sync`` or a cluster barrier. Shared memory
-that wgmma, tcgen05 or bulk copies read has no scoreboard; a kernel with such readers is
-refused.
+It does not see slots handed over by ``bar.sync`` or a cluster barrier. A wgmma is never
+let off for where it reads. Shared memory that tcgen05 or bulk copies read has no
+scoreboard; a kernel with such readers is refused.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ from collections.abc import Iterator, Sequence
 from verify_kernels.audit.address import Region, shared_addresses
 from verify_kernels.audit.sass import Code, Instruction
 
-_LOAD = re.compile(r"LDS|LDSM|ATOMS|LD|ATOM")
-#: Read shared memory behind the scoreboards' back: wgmma, tcgen05, bulk stores.
-_ASYNCHRONOUS = re.compile(r"[HQIBD]GMMA|WARPGROUP|UTC\w+|UTMAST\w*|UTMARED\w*|UBLKRED")
+_PRODUCT = re.compile(r"[HQIB]GMMA")
+_LOAD = re.compile(rf"LDS|LDSM|ATOMS|LD|ATOM|{_PRODUCT.pattern}")
+#: Read shared memory behind the scoreboards' back: tcgen05, bulk stores.
+_ASYNCHRONOUS = re.compile(r"DGMMA|UTC\w+|UTMAST\w*|UTMARED\w*|UBLKRED")
+#: Stands for the closed groups of wgmma where the six scoreboards do.
+_GROUPS = 6
 
 #: Each load that may be under way, and the scoreboards any of which shows that it has
 #: returned.
@@ -112,8 +117,17 @@ def _loads(ins: Instruction) -> bool:
     return bool(_LOAD.fullmatch(ins.head))
 
 
+def _closes(ins: Instruction) -> bool:
+    """Whether it is a wgmma that closes its group."""
+    return bool(_PRODUCT.fullmatch(ins.head)) and ins.operands[-1] == "gsb0"
+
+
 def _waited(ins: Instruction, pending: Pending) -> Pending:
-    return {i: shown for i, shown in pending.items() if not shown & ins.waits}
+    waits = ins.waits
+    for_all = ins.opcode == "WARPGROUP.DEPBAR.LE" and ins.operands == ("gsb0", "0x0")
+    if for_all and not ins.guard:
+        waits |= {_GROUPS}
+    return {i: shown for i, shown in pending.items() if not shown & waits}
 
 
 def _issue(code: Code, index: int, pending: Pending) -> Pending:
@@ -122,6 +136,16 @@ def _issue(code: Code, index: int, pending: Pending) -> Pending:
     pending = _waited(ins, pending)
     if not _loads(ins):
         return pending
+    if _PRODUCT.fullmatch(ins.head):
+        pending = pending | {index: frozenset()}
+        if not _closes(ins) or ins.guard:
+            return pending
+        return {
+            i: shown | {_GROUPS}
+            if _PRODUCT.fullmatch(code.instructions[i].head)
+            else shown
+            for i, shown in pending.items()
+        }
     own = frozenset(() if ins.scoreboard is None else (ins.scoreboard,))
     if ins.head == "LDS" and not ins.guard:
         pending = {

@@ -20,11 +20,15 @@ must make its arrivals depend on the data. ``bar.sync``, a cluster arrival that 
 relaxed, and a store to the same state space wait for the data.
 
 On request (``races``) accesses to shared memory that no barrier orders are faults,
-whether or not they come in the wrong order: `machine.order`.
+whether or not they come in the wrong order, and so are stores that a wgmma reads with
+no ``fence.proxy.async`` behind them: `machine.order`.
+
+Of Hopper's wgmma that with A in registers and B without swizzle is known, and what PTX
+asks of its registers, groups and warps is checked: `machine.wgmma`.
 
 Not modelled: time, caches, bank conflicts; the order of sums inside the tensor cores
 (fp64 here) and the error of approximate functions; stores that become visible late, so
-fences have no effect and none is missed, and memory orders matter to ``races`` alone;
+fences and memory orders matter to ``races`` alone; the budgets of ``setmaxnreg``;
 several clusters at once; atomics and tensor maps. An instruction that the machine does
 not know is refused when it is decoded.
 """

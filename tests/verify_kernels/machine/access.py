@@ -366,7 +366,18 @@ def _try_wait(decoder: Decoder, ins: Instruction) -> Any:
     return run
 
 
+#: Fences between ordinary stores to shared memory and what reads it asynchronously.
+_PROXY_FENCES = ("", ".shared::cta", ".shared::cluster")
+
+
 def _fence(decoder: Decoder, ins: Instruction) -> Decoded:
+    if ins.opcode in [f"fence.proxy.async{space}" for space in _PROXY_FENCES]:
+
+        def run(warp: Warp, lanes: Lanes) -> None:
+            if warp.cta.cluster.order is not None:
+                warp.cta.cluster.order.fence_proxy(warp, lanes)
+
+        return Decoded(run)
     return Decoded(lambda warp, lanes: None)
 
 

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.verify_kernels.machine.arithmetic import put
 from tests.verify_kernels.machine.memory import Array
 from tests.verify_kernels.machine.ptx import Build, Decoded, Decoder, Lanes
-from tests.verify_kernels.machine.warp import Warp
 from verify_kernels.audit.ptx import Instruction
+
+if TYPE_CHECKING:
+    from tests.verify_kernels.machine.warp import Warp
 
 _LANE = np.arange(32)
 
@@ -99,10 +102,25 @@ def _bf16_pairs(rows: list[Array], which: list[int]) -> Array:
     return wide.view(np.float32).astype(np.float64).reshape(len(which), 8, 4, 2)
 
 
+def row_factor(words: list[Array], which: list[int]) -> Array:
+    """A [16, 16] in fp64, from its four registers."""
+    pairs = _bf16_pairs(words, which).reshape(2, 2, 8, 4, 2)
+    return pairs.transpose(1, 2, 0, 3, 4).reshape(16, 16)
+
+
+def add_product(
+    d: Sequence[Array], c: Sequence[Array], left: Array, right: Array
+) -> None:
+    """D = A B + C, A [16, 16] and B's columns [8, 16] in fp64, summed in fp64, rounded
+    once; C and D as in registers. Every element in the same order, as a product of BLAS
+    may not be: no column depends on another."""
+    total = np.einsum("ik,jk->ij", left, right).reshape(2, 8, 4, 2)
+    for r, (out, start) in enumerate(zip(d, c, strict=True)):
+        out[:] = total[r // 2, :, :, r % 2].reshape(32) + start
+
+
 def _matrix_product(decoder: Decoder, ins: Instruction) -> Decoded:
-    """D = A B + C with A [16, 16] and B [16, 8] in bf16, summed in fp64, rounded once.
-    Every element in the same order, as a product of BLAS may not be: no column depends
-    on another.
+    """D = A B + C with A [16, 16] and B [16, 8] in bf16.
 
     Lane 4 g + q holds A rows g and g + 8, columns 2 q + 8 h, + 1, in register
     2 h + (row >= 8); B column g likewise; C rows g and g + 8, columns 2 q, + 1.
@@ -115,12 +133,9 @@ def _matrix_product(decoder: Decoder, ins: Instruction) -> Decoded:
     def run(warp: Warp, lanes: Lanes) -> None:
         warp.require_all()
         words, floats = warp.rows["b32"], warp.rows["f32"]
-        left = _bf16_pairs(words, a).reshape(2, 2, 8, 4, 2)
-        left = left.transpose(1, 2, 0, 3, 4).reshape(16, 16)
         right = _bf16_pairs(words, b).transpose(1, 0, 2, 3).reshape(8, 16)
-        total = np.einsum("ik,jk->ij", left, right).reshape(2, 8, 4, 2)
-        for r, (out, start) in enumerate(zip(d, c, strict=True)):
-            floats[out][:] = total[r // 2, :, :, r % 2].reshape(32) + floats[start]
+        out, start = [floats[r] for r in d], [floats[r] for r in c]
+        add_product(out, start, row_factor(words, a), right)
         warp.data_met()
 
     return Decoded(run, together=True, pure=True)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
+from tests.verify_kernels.ring_tilings import TILINGS
 from tests.verify_kernels.test_attn_res import fresh
 from tests.verify_kernels.test_skinny_gemm import padded
 from verify_kernels.attn_res.host import HIDDEN, variant_name
 from verify_kernels.common.variant import Variant, variants
-from verify_kernels.skinny_gemm.host import TILINGS
+from verify_kernels.skinny_gemm import host
 from verify_kernels.skinny_gemm.tiling import Tiling
 
 #: Changes PTX before it runs.
@@ -28,7 +29,17 @@ Edit = Callable[[str], str]
 @functools.cache
 def compiled(op: str, name: str) -> tuple[Variant, str]:
     """A variant and its PTX."""
-    variant = next(v for v in variants((op,)) if v.name == name)
+    return compiled_variant(next(v for v in variants((op,)) if v.name == name))
+
+
+@functools.cache
+def ring_gemm(k: int, rows: int, outputs: tuple[str, ...] = ("bf16",)) -> str:
+    """PTX of the ring kernel for this K and M."""
+    return compiled_variant(host.variant(tiling_for(k, rows), outputs))[1]
+
+
+def compiled_variant(variant: Variant) -> tuple[Variant, str]:
+    """A variant and its PTX."""
     with tempfile.TemporaryDirectory() as directory:
         variant.compile("sm_90a", Path(directory))
         (ptx,) = Path(directory).glob("*.ptx")
@@ -52,7 +63,7 @@ def skinny_gemm(
     """One launch as `SkinnyGemm` makes it; x and the results in rows apart."""
     rows, k = x.shape
     t = tiling_for(k, rows)
-    _, ptx = compiled("skinny_gemm", f"{t.name}_{'_'.join(outputs)}")
+    ptx = ring_gemm(k, rows, tuple(outputs))
     memory = GlobalMemory()
     x = padded(x)
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -20,6 +20,7 @@ from tests.verify_kernels.machine.memory import (
 from tests.verify_kernels.machine.order import Order
 from tests.verify_kernels.machine.ptx import LANES, Lanes, Program, decode
 from tests.verify_kernels.machine.warp import Group, Warp
+from tests.verify_kernels.machine.wgmma import Warpgroup
 
 Size = tuple[int, int, int]
 
@@ -34,6 +35,8 @@ class Schedule:
     Attributes:
         leader: the lane that ``elect.sync`` names.
         loads_at_once: the data of a load comes with the load.
+        products_late: a wgmma reads when it is waited for, not when it is issued.
+        warpgroups_meet: a wgmma.fence waits for all warps of the warpgroup.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,6 +45,10 @@ class Schedule:
         self._landing = self._random.choice((1.0, 0.3, 0.05, 0.0))
         self._coming = self._random.choice((1.0, 0.3, 0.05, 0.0))
         self.loads_at_once = self._coming == 1.0
+        # Apart, so that the choices for kernels without wgmma do not depend on these.
+        apart = random.Random(f"wgmma {seed}")
+        self.products_late = apart.random() < 0.5
+        self.warpgroups_meet = apart.random() < 0.5
 
     def starved(self, warps: int) -> int:
         """Which warp of each CTA runs only when no other can; -1 for none."""
@@ -89,6 +96,7 @@ class Cta:
 
     Attributes:
         left: all of its threads have ended.
+        warpgroups: by number, those of which a warp has used wgmma or ended.
     """
 
     def __init__(self, cluster: Cluster, name: str, shared_bytes: int) -> None:
@@ -97,6 +105,7 @@ class Cta:
         self.shared = SharedMemory(shared_bytes, f"shared memory of {name}")
         self.warps: list[Warp] = []
         self.left = False
+        self.warpgroups: dict[int, Warpgroup] = {}
         self._waiting: dict[int, list[Group]] = {}
         self._threads: dict[int, int] = {}
 

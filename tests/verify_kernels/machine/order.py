@@ -16,6 +16,10 @@ knows of those. A lane learns
     by bar.warp.sync             what the others have done and knew; but it does not
                                  pass on what they have done
 
+wgmma reads through the asynchronous proxy: it has to know, of every store by a lane, a
+``fence.proxy.async`` of the same lane that came after it. Copies and remote stores need
+none.
+
 So a lane that arrives speaks for its own accesses and for reads that its data needs,
 not for all that its warp has done before it met: compute-sanitizer's racecheck takes
 it so, PTX is less strict. A relaxed arrival passes on no stores. A load under way when
@@ -73,8 +77,8 @@ class Read:
 class Order:
     """What the lanes of one cluster know.
 
-    A row of the clocks is a lane's; columns are its own reads, its own stores, and the
-    phases of barriers.
+    A row of the clocks is a lane's; columns are its own reads, its own stores, the
+    phases of barriers, and the stores that were fenced for the asynchronous proxy.
     """
 
     def __init__(self, ctas: list[Cta], shared_bytes: int) -> None:
@@ -98,7 +102,8 @@ class Order:
                 np.zeros((cells, len(self._names) - base), np.int32),
             )
         self._lanes = len(self._names)
-        columns = 2 * self._lanes + BARRIERS * len(ctas)
+        self._fenced = 2 * self._lanes + BARRIERS * len(ctas)
+        columns = self._fenced + self._lanes
         self._known = np.zeros((self._lanes, columns), np.int32)
         self._advance(np.arange(self._lanes))
         #: Reads and stores of the lanes of one's warp, known of since it last met.
@@ -190,12 +195,43 @@ class Order:
     def read(self, warp: Warp, lanes: Lanes, places: Array, size: int) -> Read:
         """Lanes load ``size`` bytes each; `came` must follow when the data has come."""
         memory, rows = self._memory[warp.cta], self._rows(warp, lanes)
-        cells = self._cells(places, size)
+        return self._read(memory, warp, rows, self._cells(places, size))
+
+    def _read(self, memory: _Memory, warp: Warp, rows: Array, cells: Array) -> Read:
         self._check_stores(memory, cells, self._seen(warp, rows), "a read")
         memory.read[cells, (rows - memory.base)[:, None]] = self._known[rows, rows][
             :, None
         ]
         return Read(memory, rows, cells, (memory.writer[cells], memory.stored[cells]))
+
+    def read_async(self, warp: Warp, places: Array, size: int) -> Read:
+        """A warp starts to read ``size`` bytes at each place through the asynchronous
+        proxy, every lane all of them."""
+        memory, rows = self._memory[warp.cta], self._rows(warp, None)
+        cells = self._cells(places, size).reshape(-1)
+        read = self._read(
+            memory, warp, rows, np.broadcast_to(cells, (LANES, len(cells)))
+        )
+        writer = memory.writer[cells] - self._lanes
+        by_lane = (writer >= 0) & (writer < self._lanes)
+        fenced = self._known[rows, self._fenced :].min(0)
+        bad = by_lane & (fenced[np.where(by_lane, writer, 0)] < memory.stored[cells])
+        if bad.any():
+            at = int(bad.argmax())
+            raise Fault(
+                f"an asynchronous read at {CELL * int(cells[at])} of shared memory of "
+                f"{memory.name} of a store by {self._who(int(writer[at]))}, which had "
+                "no fence.proxy.async after it before it told of the store"
+            )
+        return read
+
+    def fence_proxy(self, warp: Warp, lanes: Lanes) -> None:
+        """Stores of these lanes so far can be seen through the asynchronous proxy by
+        whoever learns of the fence."""
+        rows = self._rows(warp, lanes)
+        stores = self._lanes + rows
+        self._known[rows, self._fenced + rows] = self._known[rows, stores]
+        self._known[rows, stores] += 1
 
     def came(self, warp: Warp, read: Read) -> None:
         """The data of a load is in its registers."""
@@ -254,6 +290,7 @@ class Order:
         """What a relaxed arrival carries: nothing of stores."""
         knowledge = self.knowledge(warp, lane)
         knowledge[self._lanes : 2 * self._lanes] = 0
+        knowledge[self._fenced :] = 0
         self._advance(np.array([self._first[warp] + lane]), stores=False)
         return knowledge
 

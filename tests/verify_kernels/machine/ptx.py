@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class Op:
         negated: runs where the predicate is false.
         pure: nothing but registers is concerned, and no other lane.
         reads, writes: registers; of an instruction that is not pure, all it names.
+        matrix: of them those that a wgmma has as A or D, but for wgmma itself.
     """
 
     text: str
@@ -67,6 +68,7 @@ class Op:
     pure: bool
     reads: frozenset[Register]
     writes: frozenset[Register]
+    matrix: frozenset[Register] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Decoder:
     Attributes:
         entry: the kernel.
         index, ins: the instruction being decoded.
+        matrix: registers that a wgmma has as A or D, so far.
     """
 
     def __init__(self, entry: Entry, parameters: Mapping[str, int]) -> None:
@@ -103,6 +106,7 @@ class Decoder:
         self.index, self.ins = 0, entry.instructions[0]
         self.registers: dict[str, Register] = {}
         self.special: dict[str, int] = {}
+        self.matrix: set[Register] = set()
         self._count = dict.fromkeys(TYPES, 0)
         self._constants: dict[tuple[int, int], int] = {}
         for name, kind in entry.registers.items():
@@ -214,13 +218,14 @@ def decode(text: str) -> Program:
     Raises:
         ValueError: no kernel or several, or an instruction the machine does not know.
     """
-    from tests.verify_kernels.machine import access, arithmetic, exchange, warp
+    from tests.verify_kernels.machine import access, arithmetic, exchange, warp, wgmma
 
     builders: dict[str, Build] = {
         **arithmetic.BUILDERS,
         **access.BUILDERS,
         **exchange.BUILDERS,
         **warp.BUILDERS,
+        **wgmma.BUILDERS,
     }
     entries = parse(text)
     if len(entries) != 1:
@@ -234,6 +239,13 @@ def decode(text: str) -> Program:
         if build is None:
             raise decoder.refuse("the machine does not know this instruction")
         ops.append(decoder.op(build(decoder, ins)))
+    if decoder.matrix:
+        ops = [
+            replace(op, matrix=(op.reads | op.writes) & decoder.matrix)
+            if ins.head != "wgmma"
+            else op
+            for op, ins in zip(ops, entry.instructions, strict=True)
+        ]
     nothing: frozenset[Register] = frozenset()
     end = Op(
         "end of the kernel", 0, None, warp.leave, False, -1, False, False, nothing,

@@ -49,6 +49,7 @@ def run(
     seed: int = 0,
     pdl: bool = False,
     races: bool = False,
+    shared_bytes: int = 1024,
 ) -> None:
     """One cluster on ``tensors``, all of them written by earlier kernels; tensor i is
     in %d<i> and, plus 8 bytes a thread, in %d<10+i>."""
@@ -69,7 +70,7 @@ def run(
         grid=(cluster, 1, 1),
         block=(threads, 1, 1),
         cluster=(cluster, 1, 1),
-        shared_bytes=1024,
+        shared_bytes=shared_bytes,
         seed=seed,
         pdl=pdl,
         races=races,

@@ -26,6 +26,7 @@ from tests.verify_kernels.machine.ptx import (
     Program,
     Register,
 )
+from tests.verify_kernels.machine.wgmma import Products
 from verify_kernels.audit.ptx import Instruction
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Warp:
         joined: [32], phase of the cluster's barrier that a lane has arrived in, -1 if
             it has none to wait for.
         executed: instructions so far.
+        products: those that wgmma has started.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Warp:
         self.waited = np.full(LANES, not cta.cluster.pdl)
         self.joined = np.full(LANES, -1)
         self.executed = 0
+        self.products = Products(self)
         self._pending: list[Pending] = []
         self._late: set[Register] = set()
 
@@ -235,6 +238,8 @@ class Warp:
                 group.pc += 1
                 return True
             lanes = None if lanes.all() else lanes
+        if op.matrix:
+            self.products.touch(op.matrix)
         if op.control is not None:
             return op.control(self, group, lanes)
         assert op.plain is not None
@@ -278,6 +283,7 @@ class Warp:
         self._end_gathering()
         self.cta.cluster.barrier.ended()
         if not self.groups:
+            self.products.ended()
             self.cta.ended()
 
     def where(self, op: Op, group: Group) -> str:
