@@ -1,34 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tilings compiled by several processes through the kernel cache on disk."""
+"""Kernels compiled by several processes through the kernel cache on disk."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from experiments.bench.candidate import reason
+from verify_kernels.audit import audit
+from verify_kernels.audit.cubin import resources
 from verify_kernels.common import variant
+from verify_kernels.common.variant import ARCHITECTURES, Variant
 from verify_kernels.skinny_gemm import host
-from verify_kernels.skinny_gemm.tiling import Tiling
-
-Work = tuple[Tiling, str]
+from verify_kernels.skinny_gemm.choice import Cut, Outputs
 
 
-def compiled(tiling: Tiling, output: str, arch: str) -> Any:
-    """The kernel of ``tiling`` for one matrix, from the cache or compiled into it.
+class _Unspilled(Variant):
+    """A variant that is not compiled if its registers spill: the audit forbids it, so
+    its time would be of no use."""
+
+    def compile(self, arch: str, dump: Path | None = None) -> Any:
+        """See :class:`verify_kernels.common.variant.Variant`."""
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = dump or Path(scratch)
+            kernel = super().compile(arch, directory)
+            for cubin in directory.glob("*.cubin"):
+                for found in resources(cubin.read_bytes()).values():
+                    if found.frame_bytes or found.stack_bytes:
+                        raise ValueError(
+                            f"{self.name}: registers spill, {found.frame_bytes} bytes "
+                            "a thread"
+                        )
+        return kernel
+
+
+def compiled(cut: Cut, outputs: Outputs, arch: str) -> Any:
+    """The kernel of ``cut``, from the cache or compiled into it.
 
     The cache finds variants by their name among those the package ships; one that is
     only tried is entered there for this process.
 
     Args:
-        tiling: any valid one.
-        output: "bf16" or "fp32".
+        cut: any valid one.
+        outputs: "bf16" or "fp32" for each matrix of a launch.
         arch: as in :data:`verify_kernels.common.variant.ARCHITECTURES`.
+
+    Raises:
+        ValueError: its registers spill.
     """
-    wanted = host._variant(tiling, (output,))
+    wanted = _Unspilled(**vars(host.variant(cut, outputs)))
     variant._registry(wanted.op).setdefault(wanted.name, wanted)
     return variant.cached(wanted, arch)
 
@@ -38,13 +63,43 @@ def _without_device() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def compile_one(tiling: Tiling, output: str, arch: str) -> str:
+def compile_one(cut: Cut, outputs: Outputs, arch: str) -> str:
     """Compile into the cache; "" or why it failed."""
     try:
-        compiled(tiling, output, arch)
+        compiled(cut, outputs, arch)
     except Exception as error:
         return reason(error)
     return ""
+
+
+def faults(cut: Cut, outputs: Outputs) -> str:
+    """What the audit finds in a kernel on any architecture; "" if nothing."""
+    try:
+        wanted = host.variant(cut, outputs)
+        reports = [audit(wanted, arch) for arch in ARCHITECTURES]
+    except Exception as error:
+        return reason(error)
+    found = [f"{r.arch}: {finding}" for r in reports for finding in r.findings]
+    return "; ".join(found)
+
+
+def _processes(workers: int | None) -> ProcessPoolExecutor:
+    """Started anew, not forked: a fork of a process that uses CUDA may hang."""
+    return ProcessPoolExecutor(
+        workers or max((os.cpu_count() or 1) - 2, 1),
+        multiprocessing.get_context("spawn"),
+        _without_device,
+    )
+
+
+def audited(
+    kernels: Collection[tuple[Cut, Outputs]], workers: int | None = None
+) -> dict[tuple[Cut, Outputs], str]:
+    """:func:`faults` of each kernel that has any, found by several processes."""
+    with _processes(workers) as pool:
+        jobs = {kernel: pool.submit(faults, *kernel) for kernel in kernels}
+        found = {kernel: job.result() for kernel, job in jobs.items()}
+    return {kernel: why for kernel, why in found.items() if why}
 
 
 class Compilers:
@@ -61,27 +116,22 @@ class Compilers:
         self,
         arch: str,
         workers: int | None = None,
-        work: Callable[[Tiling, str, str], str] = compile_one,
+        work: Callable[[Cut, Outputs, str], str] = compile_one,
     ) -> None:
         self._arch = arch
         self._work = work
-        self._futures: dict[Work, Future[str]] = {}
-        # Started anew, not forked: a fork of a process that uses CUDA may hang.
-        self._pool = ProcessPoolExecutor(
-            workers or max((os.cpu_count() or 1) - 2, 1),
-            multiprocessing.get_context("spawn"),
-            _without_device,
-        )
+        self._futures: dict[tuple[Cut, Outputs], Future[str]] = {}
+        self._pool = _processes(workers)
 
-    def start(self, tilings: Sequence[Tiling], output: str) -> None:
-        """Ask for tilings; one that was asked for is not compiled again."""
-        for tiling in tilings:
-            if (tiling, output) not in self._futures:
-                self._futures[tiling, output] = self._pool.submit(
-                    self._work, tiling, output, self._arch
+    def start(self, cuts: Iterable[Cut], outputs: Outputs) -> None:
+        """Ask for kernels; one that was asked for is not compiled again."""
+        for cut in cuts:
+            if (cut, outputs) not in self._futures:
+                self._futures[cut, outputs] = self._pool.submit(
+                    self._work, cut, outputs, self._arch
                 )
 
-    def wait(self, tiling: Tiling, output: str, seconds: float) -> str:
+    def wait(self, cut: Cut, outputs: Outputs, seconds: float) -> str:
         """Wait for one; "" or why it could not be compiled.
 
         Raises:
@@ -89,7 +139,7 @@ class Compilers:
         """
         limit = None if seconds == float("inf") else seconds
         try:
-            return self._futures[tiling, output].result(limit)
+            return self._futures[cut, outputs].result(limit)
         except TimeoutError:
             raise
         except Exception as error:

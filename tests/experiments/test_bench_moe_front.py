@@ -21,7 +21,7 @@ from tests.experiments.fake_bench import (
     settings,
     sheet_at,
 )
-from verify_kernels.skinny_gemm.host import OUTPUTS
+from verify_kernels.skinny_gemm.choice import outputs_of
 
 torch.set_num_threads(1)
 
@@ -76,7 +76,7 @@ def test_k3_parts_are_those_of_the_compiled_group() -> None:
         parts = shapes.moe_front(tp)
         assert tuple(part.n for part in parts) == sizes
         outputs = tuple("fp32" if part.fp32_out else "bf16" for part in parts)
-        assert outputs in OUTPUTS[parts[0].k]
+        assert outputs in outputs_of(parts[0].k)
         assert len({part.k for part in parts}) == 1
 
 

@@ -227,6 +227,68 @@ def test_a_cta_that_leaves_while_a_peer_sends_is_a_fault() -> None:
     assert found(body + wait("smem", 0) + CLUSTER, [words(64)], cluster=2) == zeros
 
 
+#: This CTA's address of smem, smem of ranks 0 and 1 by mapa, and the other's.
+WINDOWS = (
+    "mov.u32 %r20, %cluster_ctarank; xor.b32 %r21, %r20, 1; mov.b32 %r24, smem;"
+    "mapa.shared::cluster.u32 %r22, %r24, 0; mapa.shared::cluster.u32 %r23, %r24, 1;"
+    "mapa.shared::cluster.u32 %r25, %r24, %r21;"
+    "mad.lo.s32 %r26, %r20, 256, 0; cvt.u64.u32 %d20, %r26; add.s64 %d11, %d11, %d20;"
+)
+
+
+def test_a_shared_address_has_the_rank_of_its_cta_from_bit_24_on() -> None:
+    first, second = 1024, (1 << 24) + 1024
+    for register, right in (
+        ("%r24", (first, second)),
+        ("%r22", (first, first)),
+        ("%r23", (second, second)),
+        ("%r25", (second, first)),
+    ):
+        body = f"{WINDOWS} mov.b32 %r3, {register}; {STORE}"
+        wanted = {(right[0],) * 32 + (right[1],) * 32}
+        assert found(body, [words()], cluster=2) == wanted
+    # Of an address in another window too, mapa makes one of the rank it is given.
+    body = f"{WINDOWS} mapa.shared::cluster.u32 %r3, %r25, %r20; {STORE}"
+    assert found(body, [words()], cluster=2) == {(first,) * 32 + (second,) * 32}
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        "ld.shared.b32 %r3, [{at}+128];",
+        "ld.shared::cta.v4.b32 {{%r3,%r4,%r5,%r6}}, [{at}+128];",
+        "st.shared.b32 [{at}+128], %r0;",
+        "@%p1 mbarrier.init.shared.b64 [{at}+8], 1;",
+        "@%p1 mbarrier.arrive.shared.b64 _, [{at}];",
+        "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [{at}], 128;",
+        "mbarrier.try_wait.parity.shared.b64 %p7, [{at}], 1;",
+    ],
+)
+def test_without_shared_cluster_a_cta_accesses_its_own_window_only(access: str) -> None:
+    body = WINDOWS + INIT + CLUSTER + access
+    run(body.format(at="%r24"), [words(64)], cluster=2)
+    other = r"CTA \(([01]), 0, 0\), .* is in the window of rank (?!\1)[01]; "
+    with pytest.raises(Fault, match=other + ".* others take shared::cluster"):
+        run(body.format(at="%r25"), [words(64)], cluster=2)
+    # Without the rank it is an address of rank 0, which alone may use it.
+    within = body.format(at="%r27").replace(INIT, INIT + "and.b32 %r27, %r24, 262143;")
+    with pytest.raises(Fault, match=r"CTA \(1, .* is in the window of rank 0; "):
+        run(within, [words(64)], cluster=2)
+    run(within, [words()], cluster=1)
+
+
+def test_a_copy_goes_to_the_window_of_its_address() -> None:
+    """Each CTA copies to the other; data and barrier are of one window."""
+    start, ending = WINDOWS + INIT + EXPECT + CLUSTER, READ + STORE + CLUSTER
+    copy = f"@%p1 {COPY} [%r25+128], [%d20], 128, [%r25];" + wait("smem", 0)
+    # From its half of the numbers.
+    start += "mul.wide.u32 %d20, %r20, 128; add.s64 %d20, %d0, %d20;"
+    right = {(*range(32, 64), *range(32))}
+    assert found(start + copy + ending, [numbers(64)], cluster=2) == right
+    with pytest.raises(Fault, match="barrier of a bulk copy are in different CTAs"):
+        found(start + copy.replace("[%r25]", "[smem]"), [numbers(64)], cluster=2)
+
+
 def test_the_cluster_barrier_wants_an_arrival_for_each_wait() -> None:
     with pytest.raises(Fault, match="a wait without an arrival"):
         run("barrier.cluster.wait;", [], cluster=2)

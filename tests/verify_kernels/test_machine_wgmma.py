@@ -17,6 +17,8 @@ K = 32
 #: A store to shared memory, seen by the asynchronous proxy after this.
 PROXY = "fence.proxy.async.shared::cta;"
 FENCE = "wgmma.fence.sync.aligned;"
+#: What takes the rank of a cluster's CTA from the address that a descriptor holds.
+MASK = "and.b32 t, t, 262143;"
 COMMIT = "wgmma.commit_group.sync.aligned;"
 WAIT = "wgmma.wait_group.sync.aligned 0;"
 MEET = "bar.sync 0;"
@@ -78,7 +80,7 @@ def kernel(n: int) -> str:
             lines.append(f"ld.global.b32 a{step}{i}, [at+{offset}];")
     lines += [
         "setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0; mov.b32 z, 0;",
-        "mov.u32 t, smem; and.b32 t, t, 262143; shr.u32 t, t, 4; cvt.u64.u32 other, t;",
+        f"mov.u32 t, smem; {MASK} shr.u32 t, t, 4; cvt.u64.u32 other, t;",
         f"or.b64 other, other, {DESCRIPTOR};",
         FENCE,
         "mov.b64 desc, other;",
@@ -245,6 +247,40 @@ def test_what_is_undefined_or_hangs_is_a_fault(edit: Edit, fault: str | None) ->
         else:
             with pytest.raises((Fault, ValueError), match=fault):
                 launch(body, 8, seed)
+
+
+#: Each CTA of a cluster its own X and results, one after the other.
+APART = (
+    "mov.u32 %r1, %cluster_ctarank;"
+    f"mul.wide.u32 %d4, %r1, {8 * K * 2}; add.s64 %d0, %d0, %d4;"
+    f"mul.wide.u32 %d4, %r1, {8 * 64 * 4}; add.s64 %d2, %d2, %d4;"
+    "add.s64 %d3, %d3, %d4;"
+)
+
+
+def cluster_launch(
+    edit: Edit, seed: int, shared_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of two CTAs, [2, 8, 64], by wgmma and mma.sync."""
+    data = tensors(16, seed)
+    body, size = APART + edit(kernel(8)), {"cluster": 2, "shared_bytes": shared_bytes}
+    run(body, data, threads=128, seed=seed, races=True, **size)
+    x, w, y, same = data
+    torch.testing.assert_close(same, x.float() @ w.float().T)
+    return y.reshape(2, 8, 64), same.reshape(2, 8, 64)
+
+
+def test_a_descriptor_holds_an_address_without_the_rank() -> None:
+    """With it CTA 0 is right and CTA 1 has another leading offset: wrong sums where the
+    memory is large enough for them (measured on an H200)."""
+    for seed in SEEDS:
+        y, same = cluster_launch(str, seed, 4096)
+        assert torch.equal(y, same)
+        y, same = cluster_launch(replaced(MASK, ""), seed, 4096)
+        assert torch.equal(y[0], same[0])
+        assert (y[1] != same[1]).all()
+        with pytest.raises(Fault, match=r"of CTA \(1, 0, 0\), which has 576 bytes"):
+            cluster_launch(replaced(MASK, ""), seed, 576)
 
 
 @pytest.mark.parametrize("threads", [96, 224])

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from verify_kernels.common.variant import device_arch
-from verify_kernels.skinny_gemm import SkinnyGemm, host, reference
+from verify_kernels.common.variant import cached, device_arch
+from verify_kernels.skinny_gemm import SkinnyGemm, choice, host, reference
+from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER
 
 #: (N, K): for every K a projection of Kimi K3 at TP 16, 8 or 1, and N that leave most
@@ -215,13 +216,44 @@ def test_bits_do_not_depend_on_the_number_of_ctas(
     clusters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller device: rows fall on other tiles, and every ring turns many times."""
+
+    def smaller(chosen: choice.Choice, n: int, device: int) -> int:
+        least = -(-n // chosen.cut.rows) if isinstance(chosen.cut, DirectTiling) else 1
+        return max(clusters, least) * chosen.cut.cluster
+
     for n, k in ((500, 7168), (500, 768), (300, 128), (300, 12288)):
         x, w = inputs(n, k, "noise")
         wanted = run(k, x, w)
         with monkeypatch.context() as small:
-            small.setattr(host, "_clusters", lambda device, size: clusters)
+            small.setattr(host, "grid", smaller)
             for m in (1, 8, 9, 31, 64):
                 assert torch.equal(bits(run(k, x[:m], w)), bits(wanted[:m])), (k, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", SUM_ORDER)
+def test_every_kernel_gives_the_same_bits(k: int) -> None:
+    """Each that is shipped for this K, in every design, plainly and programmatically,
+    at the most rows it takes and at one, on an uneven number of weights."""
+    n = 333
+    x, w = inputs(n, k, "noise")
+    wanted = run(k, x, w)
+    wide = run(7168, x, w, torch.float32) if k == 7168 else None
+    arch = device_arch(torch.cuda.current_device())
+    for cut, outputs in choice.kernels():
+        if cut.k != k or len(outputs) > 1:
+            continue
+        expected = wide if outputs == ("fp32",) else wanted
+        assert expected is not None
+        kernel = cached(host.variant(cut, outputs), arch)
+        run_of = cut.rows if isinstance(cut, DirectTiling) else 0
+        ctas = host.grid(choice.Choice(cut, run_of), n, torch.cuda.current_device())
+        most = getattr(cut, "max_tokens", cut.tokens)
+        for m in (most, 1):
+            for pdl in (0, 1):
+                out = torch.full_like(expected[:m], torch.nan)
+                kernel(x[:m], [w], [out], ctas, pdl)
+                assert torch.equal(bits(out), bits(expected[:m])), (cut.name, m, pdl)
 
 
 def keep_busy() -> Callable[[], None]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verify_kernels.skinny_gemm import SkinnyGemm, host
-from verify_kernels.skinny_gemm.host import OUTPUTS, TILINGS
+from tests.verify_kernels.ring_tilings import TILINGS
+from verify_kernels.skinny_gemm import SkinnyGemm, choice, host
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
 
 #: Columns of every bf16 projection of Kimi K3 at TP 1, 8 and 16.
@@ -28,7 +29,7 @@ def name_of(tiling: Tiling) -> str:
 
 
 def test_every_width_of_the_model_has_an_order_and_serves_64_rows() -> None:
-    assert set(SUM_ORDER) == set(TILINGS) == set(OUTPUTS) == MODEL_WIDTHS
+    assert set(SUM_ORDER) == set(TILINGS) == MODEL_WIDTHS
     for k, by_rows in TILINGS.items():
         assert list(by_rows) == sorted(by_rows)
         for rows, tiling in by_rows.items():
@@ -323,64 +324,81 @@ class Rows:
         return Rows(self.first + part.start, self.first + part.stop, self.device)
 
 
+#: Clusters that an H200 holds at once, by their size.
+HELD = {1: 132, 2: 66, 4: 30, 8: 15}
+
+
 @dataclass
 class Launches:
     """What a `SkinnyGemm` launched, in order, instead of launching it."""
 
     seen: list[tuple[Any, ...]]
 
-    def kernel_of(self, tiling: Tiling, arch: str) -> Any:
+    def kernel_of(self, cut: choice.Cut, arch: str) -> Any:
         assert arch == "sm_90a"
         return lambda x, ws, ys, ctas, pdl: self.seen.append(
-            (tiling, x, ws, ys, ctas, pdl)
+            (cut, x, ws, ys, ctas, pdl)
         )
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """A device of 132 SMs that holds 30 clusters of 4 and 15 of 8, as an H200 does."""
     found = Launches([])
-    held = {1: 132, 2: 66, 4: 30, 8: 15}
-    monkeypatch.setattr(host, "_variant", lambda tiling, outputs: tiling)
+    monkeypatch.setattr(host, "variant", lambda cut, outputs: cut)
     monkeypatch.setattr(host, "cached", found.kernel_of)
     monkeypatch.setattr(host, "device_arch", lambda index: "sm_90a")
-    monkeypatch.setattr(host, "_clusters", lambda device, size: held[size])
+    monkeypatch.setattr(host, "clusters_held", lambda device, size: HELD[size])
     return found
 
 
 @pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("n", [1, 448, 7168])
 @pytest.mark.parametrize("k", SUM_ORDER)
 def test_rows_are_cut_into_launches_that_cover_them_once(
-    k: int, pdl: bool, launches: Launches
+    k: int, n: int, pdl: bool, launches: Launches
 ) -> None:
-    """Every M: consecutive parts, each with the smallest tiling that takes it."""
+    """Every M: consecutive parts, each with the choice for the fewest rows that are
+    enough, and with CTAs for all rows of the weight."""
     gemm = SkinnyGemm(k, pdl=pdl)
-    w = torch.empty(0)
+    w = torch.empty(n, 0)
+    chosen = choice.choices(k, n, ("bf16",), pdl)
     for m in range(65):
         launches.seen.clear()
         gemm(Rows(0, m), w, [Rows(0, m)])  # type: ignore[arg-type, list-item]
         at = 0
-        for tiling, x, ws, ys, ctas, flag in launches.seen:
+        for cut, x, ws, ys, ctas, flag in launches.seen:
             count = x.last - x.first
             assert (x.first, x, flag) == (at, ys[0], pdl)
             assert len(ws) == 1 and ws[0] is w
-            most = min(rows for rows in TILINGS[k] if rows >= count)
-            assert tiling is TILINGS[k][most]
-            assert (
-                ctas == tiling.cluster * {1: 132, 2: 66, 4: 30, 8: 15}[tiling.cluster]
-            )
+            best = chosen[min(rows for rows in chosen if rows >= count)]
+            assert cut is best.cut and count <= cut.tokens
+            if best.run:
+                assert ctas == cut.cluster * math.ceil(n / best.run)
+            else:
+                assert ctas == cut.cluster * HELD[cut.cluster]
             at = x.last
         assert at == m
-        assert len(launches.seen) == -(-m // max(TILINGS[k]))
+        assert len(launches.seen) == -(-m // max(chosen))
 
 
-def test_matrices_of_one_launch_are_cut_alike(launches: Launches) -> None:
+def test_nothing_is_launched_for_no_weights(launches: Launches) -> None:
+    gemm = SkinnyGemm(768)
+    gemm(Rows(0, 3), torch.empty(0, 768), [Rows(0, 3)])  # type: ignore
+    assert launches.seen == []
+
+
+def test_matrices_of_one_launch_are_cut_alike(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three outputs, each with its own rows of the part; weights whole."""
     gemm = SkinnyGemm(
         7168, out_dtype=(torch.float32, torch.bfloat16, torch.bfloat16), pdl=False
     )
-    gemm.max_rows = 32
-    ws = [torch.empty(0) for _ in range(3)]
+    whole = choice.choices
+    monkeypatch.setattr(
+        choice, "choices", lambda *a: {m: c for m, c in whole(*a).items() if m <= 32}
+    )
+    ws = [torch.empty(9, 0) for _ in range(3)]
     gemm(Rows(0, 64), ws, [Rows(100 * g, 100 * g + 64) for g in range(3)])  # type: ignore
     for i, (_, x, weights, ys, *_) in enumerate(launches.seen):
         assert (x.first, x.last) == (32 * i, 32 * i + 32)

@@ -106,6 +106,44 @@ def load_global_128(address, offset=0, *, loc=None, ip=None):
     return _load("global", 4, Int32, Int64(address), offset, loc, ip)
 
 
+def _load_if(space, address, live, offset, old, loc, ip):
+    i32 = T.i32()
+    out = asm(
+        llvm.StructType.get_literal([i32] * 4),
+        [v.ir_value(loc=loc, ip=ip) for v in (address, live, *old)],
+        "{.reg .pred p; setp.ne.s32 p, $5, 0; "
+        f"@p ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];}}",
+        f"=r,=r,=r,=r,{'l' if isinstance(address, Int64) else 'r'},r"
+        + (",0,1,2,3" if old else ""),
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, 4, i32, Int32, loc, ip)
+
+
+@dsl_user_op
+def load_global_128_if(address, live, offset=0, old=(), hint="", *, loc=None, ip=None):
+    """`load_global_128` where the Int32 ``live`` is not 0, the words ``old`` elsewhere.
+
+    So it is not issued before the old words have been used: a pipeline in registers
+    stays as deep as it is written. Without ``old`` the words are unknown where there is
+    no load, and ptxas holds their registers from the kernel's first instruction on.
+
+    ``hint`` are cache qualifiers, for instance ``.L1::no_allocate``: with them too the
+    load stays ahead of ``griddepcontrol.wait`` (SASS). Clobber.
+    """
+    return _load_if(f"global{hint}", Int64(address), Int32(live), offset, old, loc, ip)
+
+
+@dsl_user_op
+def load_shared_128_if(address, live, offset=0, old=(), *, loc=None, ip=None):
+    """`load_shared_128` where the Int32 ``live`` is not 0, the words ``old`` elsewhere;
+    as `load_global_128_if`. Clobber."""
+    return _load_if("shared", Int32(address), Int32(live), offset, old, loc, ip)
+
+
 @dsl_user_op
 def load_weights_128(address, offset=0, *, loc=None, ip=None):
     """16 bytes of static weights, read once: no L1, 256 bytes into L2. Effectful.
@@ -344,6 +382,24 @@ def store_shared_f32(address, value, *, loc=None, ip=None):
         ],
         "st.shared.f32 [$0], $1;",
         "r,f",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_shared_128_if(address, live, values, *, loc=None, ip=None):
+    """Four Int32 to a 16-byte aligned shared address where ``live``, an Int32, is not
+    0. Clobber."""
+    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (address, live, *values)]
+    asm(
+        None,
+        operands,
+        "{.reg .pred p; setp.ne.s32 p, $1, 0; "
+        "@p st.shared.v4.b32 [$0], {$2,$3,$4,$5};}",
+        "r,r,r,r,r,r",
         effects=True,
         clobber=True,
         loc=loc,

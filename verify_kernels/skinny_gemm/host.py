@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiling serves which M, the variants to compile, and the launch."""
+"""The variants to compile, the grid, and the launch."""
 
 from __future__ import annotations
 
@@ -12,103 +12,12 @@ from torch import Tensor
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant, cached, device_arch
-from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
+from verify_kernels.skinny_gemm import choice
+from verify_kernels.skinny_gemm.choice import Choice, Cut, Outputs
+from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
+from verify_kernels.skinny_gemm.tiling import SUM_ORDER
+from verify_kernels.skinny_gemm.wide_tiling import WideTiling
 
-_PAIR = {"ctas_per_sm": 2}
-_DEEP = {"cluster": 8, "exchange_buffers": 2, "reducers": 3}
-
-#: K -> {rows: what differs from Tiling's defaults for M up to so many rows}. Every
-#: choice gives the same bits, so only speed was asked (H200, 2026-11-29, programmatic
-#: chains, weights from HBM). Long copies feed the memory best, a larger cluster reads X
-#: less often, and two CTAs an SM let the next kernel's weights come early where a run
-#: of rows fits half an SM. Where 64 rows of X leave no room for the ring, M is cut.
-CHOICES: dict[int, dict[int, dict[str, int]]] = {
-    128: {
-        8: {"row_tiles": 4, "stage_rows": 64, "stages": 2} | _PAIR,
-        16: {"row_tiles": 4, "stage_rows": 64, "stages": 2, "held_tiles": 2} | _PAIR,
-        32: {"row_tiles": 2, "stage_rows": 32, "held_tiles": 4},
-        64: {"held_tiles": 8, "reducers": 2},
-    },
-    384: {
-        8: {"row_tiles": 2, "stage_rows": 28, "stages": 3} | _PAIR,
-        16: {"row_tiles": 2, "stage_rows": 28, "stages": 3, "held_tiles": 2} | _PAIR,
-        32: {"held_tiles": 4, "stages": 6, "reducers": 2},
-        64: {"held_tiles": 8, "stages": 4, "reducers": 3},
-    },
-    768: {
-        8: {"stage_rows": 14, "stages": 4, "partial_buffers": 4} | _PAIR,
-        16: {"stage_rows": 14, "stages": 3, "held_tiles": 2} | _PAIR,
-        32: {"held_tiles": 4, "stages": 5, "reducers": 2},
-        64: {"held_tiles": 4, "stages": 3, "partial_buffers": 1, "reducers": 3},
-    },
-    1536: {
-        8: {"stages": 3} | _PAIR,
-        16: {"cluster": 2, "held_tiles": 2, "stages": 3, "reducers": 2} | _PAIR,
-        32: {"cluster": 2, "held_tiles": 4, "stages": 5, "reducers": 2},
-        64: {"cluster": 2, "held_tiles": 4, "stages": 3, "reducers": 3}
-        | {"partial_buffers": 1, "exchange_buffers": 2},
-    },
-    2112: {
-        8: {"cluster": 2, "span": 1, "stages": 4},
-        16: {"cluster": 2, "held_tiles": 2, "stages": 3, "reducers": 2},
-        32: {"cluster": 2, "held_tiles": 2, "stages": 2, "exchange_buffers": 2},
-    },
-    3584: {
-        8: {"cluster": 2, "span": 2, "stages": 3},
-        16: {"cluster": 4, "held_tiles": 2, "stages": 5, "reducers": 2},
-        32: {"cluster": 4, "held_tiles": 4, "stages": 4, "reducers": 2},
-        64: {"cluster": 4, "held_tiles": 4, "stages": 3, "exchange_buffers": 2}
-        | {"reducers": 3},
-    },
-    4224: {
-        8: {"cluster": 4, "stages": 4},
-        16: {"cluster": 4, "held_tiles": 2, "stages": 4, "reducers": 2},
-        32: {"cluster": 4, "held_tiles": 2, "stages": 3, "exchange_buffers": 2},
-    },
-    6144: {
-        8: {"cluster": 4, "span": 2, "stages": 3},
-        16: {"cluster": 8, "held_tiles": 2, "stages": 6, "reducers": 2},
-        32: {"held_tiles": 4, "stages": 5} | _DEEP,
-        64: {"held_tiles": 4, "stages": 3} | _DEEP,
-    },
-    7168: {
-        2: {"cluster": 2, "span": 2, "stages": 3},
-        8: {"cluster": 4, "span": 2, "stages": 3},
-        16: {"cluster": 8, "held_tiles": 2, "stages": 6, "reducers": 2},
-        32: {"held_tiles": 4, "stages": 5} | _DEEP,
-        64: {"held_tiles": 4, "stages": 3} | _DEEP,
-    },
-    12288: {
-        2: {"cluster": 4, "stages": 4},
-        8: {"cluster": 8, "stages": 4},
-        16: {"held_tiles": 2, "stages": 3} | _DEEP | {"reducers": 2},
-        32: {"held_tiles": 3, "stages": 3} | _DEEP,
-    },
-    33792: {
-        8: {"cluster": 8, "stages": 1},
-        16: {"cluster": 8, "stages": 1, "partial_buffers": 1}
-        | {"exchange_buffers": 2, "reducers": 2},
-    },
-}
-
-
-def _tilings(k: int) -> dict[int, Tiling]:
-    return {
-        rows: Tiling(k, token_tiles=-(-rows // 8), **choice)
-        for rows, choice in CHOICES[k].items()
-    }
-
-
-#: K -> {rows: tiling}, rows ascending; more rows than the last are cut into launches.
-TILINGS = {k: _tilings(k) for k in SUM_ORDER}
-
-#: Outputs that are compiled: one matrix in bf16; at the model's width also one in fp32,
-#: and the three that read a MoE layer's input: router (fp32), latent down and shared
-#: gate-up.
-OUTPUTS: dict[int, tuple[tuple[str, ...], ...]] = {
-    k: (("bf16",), ("fp32",), ("fp32", "bf16", "bf16")) if k == 7168 else (("bf16",),)
-    for k in SUM_ORDER
-}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -143,39 +52,46 @@ def _fake_arguments(k: int, outputs: Sequence[str]) -> Sequence[Any]:
     return x, ws, ys, cutlass.Int32(1), cutlass.Int32(0), stream
 
 
-def _register_limit(tiling: Tiling) -> int:
-    """ptxas's own limit: an SM's 65,536 registers, threads counted by four warps."""
-    threads = tiling.ctas_per_sm * -(-tiling.threads // 128) * 128
-    return min(255, 65536 // threads)
+def _register_limit(cut: Cut) -> int:
+    """ptxas's own limit: a quarter of an SM has 16,384 registers and a fourth of its
+    warps; a warp's registers are counted in eights a thread."""
+    warps = -(-cut.ctas_per_sm * cut.threads // 128)
+    return min(255, 16384 // (32 * warps) // 8 * 8)
 
 
-def _variant(tiling: Tiling, outputs: tuple[str, ...]) -> Variant:
+def variant(cut: Cut, outputs: Outputs) -> Variant:
+    """The kernel of ``cut`` for matrices with these outputs, "bf16" or "fp32" each."""
     import cutlass
 
+    from verify_kernels.skinny_gemm.direct import DirectGemmKernel
     from verify_kernels.skinny_gemm.kernel import SkinnyGemmKernel
+    from verify_kernels.skinny_gemm.wide import WideGemmKernel
 
     types = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
+    dtypes = tuple(types[output] for output in outputs)
+    kernel: Any
+    if isinstance(cut, DirectTiling):
+        kernel = DirectGemmKernel(cut, dtypes)
+    elif isinstance(cut, WideTiling):
+        kernel = WideGemmKernel(cut, dtypes)
+    else:
+        kernel = SkinnyGemmKernel(cut, dtypes)
     return Variant(
         op="skinny_gemm",
-        name=f"{tiling.name}_{'_'.join(outputs)}",
-        kernel=SkinnyGemmKernel(tiling, tuple(types[o] for o in outputs)),
-        arguments=functools.partial(_fake_arguments, tiling.k, outputs),
-        max_registers=_register_limit(tiling),
+        name=f"{cut.name}_{'_'.join(outputs)}",
+        kernel=kernel,
+        arguments=functools.partial(_fake_arguments, cut.k, outputs),
+        max_registers=_register_limit(cut),
     )
 
 
 def variants() -> list[Variant]:
-    """Every tiling with every output of its K. Programmatic launch is an argument."""
-    return [
-        _variant(tiling, outputs)
-        for k in SUM_ORDER
-        for tiling in TILINGS[k].values()
-        for outputs in OUTPUTS[k]
-    ]
+    """Every kernel that some shape is served by. Programmatic launch is an argument."""
+    return [variant(cut, outputs) for cut, outputs in choice.kernels()]
 
 
 @functools.cache
-def _clusters(device: int, size: int) -> int:
+def clusters_held(device: int, size: int) -> int:
     """Clusters of ``size`` CTAs, one an SM, that ``device`` holds at once."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     if size == 1:
@@ -186,6 +102,14 @@ def _clusters(device: int, size: int) -> int:
         torch.cuda.current_stream()  # makes the context that the query needs
         found = HardwareInfo(device).get_max_active_clusters(size)
     return min(found, count // size)
+
+
+def grid(chosen: Choice, n: int, device: int) -> int:
+    """CTAs of a launch over ``n`` rows of W on CUDA device ``device``."""
+    size = chosen.cut.cluster
+    if chosen.run:
+        return -(-n // chosen.run) * size
+    return clusters_held(device, size) * size
 
 
 class SkinnyGemm:
@@ -221,25 +145,25 @@ class SkinnyGemm:
             else tuple(out_dtype)
         )
         outputs = tuple(_NAMES.get(d, str(d)) for d in dtypes)
-        if k not in TILINGS:
+        if k not in SUM_ORDER:
             raise ValueError(
                 f"k={k}: the skinny GEMM is compiled for K = "
-                f"{', '.join(map(str, TILINGS))}"
+                f"{', '.join(map(str, SUM_ORDER))}"
             )
-        if outputs not in OUTPUTS[k]:
+        if outputs not in choice.outputs_of(k):
             raise ValueError(
                 f"outputs {outputs} of K {k} are not compiled; there are "
-                f"{', '.join(map(str, OUTPUTS[k]))}"
+                f"{', '.join(map(str, choice.outputs_of(k)))}"
             )
         self.k = k
         self.groups = len(outputs)
-        self.pdl = int(pdl)
-        self.max_rows = max(TILINGS[k])
+        self.pdl = pdl
         self._outputs = outputs
-        self._bound: dict[int, list[Callable[..., None]]] = {}
+        self._bound: dict[tuple[int | None, int], list[Callable[..., None]]] = {}
 
-    def _bind(self, device: torch.device) -> list[Callable[..., None]]:
-        """The launch for every M up to ``max_rows``, compiled and looked up once."""
+    def _bind(self, device: torch.device, n: int) -> list[Callable[..., None]]:
+        """The launch for every M that one launch serves, compiled and looked up once
+        for weights of ``n`` rows in all."""
         if device.type != "cuda":
             raise ValueError(
                 f"x is on {device}; the kernel needs a CUDA device: move the tensors "
@@ -248,13 +172,13 @@ class SkinnyGemm:
         index = device.index
         arch = device_arch(index)
         launches: list[Callable[..., None]] = []
-        for rows, tiling in TILINGS[self.k].items():
-            kernel = cached(_variant(tiling, self._outputs), arch)
-            clusters = _clusters(index, tiling.cluster)
-            ctas = clusters * tiling.cluster
-            launch = functools.partial(_launch, kernel, ctas, self.pdl)
+        chosen = choice.choices(self.k, n, self._outputs, self.pdl)
+        for rows, best in chosen.items():
+            kernel = cached(variant(best.cut, self._outputs), arch)
+            ctas = grid(best, n, index)
+            launch = functools.partial(_launch, kernel, ctas, int(self.pdl))
             launches += [launch] * (rows + 1 - len(launches))
-        self._bound[index] = launches
+        self._bound[index, n] = launches
         return launches
 
     def __call__(
@@ -293,13 +217,17 @@ class SkinnyGemm:
                 raise ValueError(
                     f"out has {y.shape[0]} rows and x {rows}; give it {rows}"
                 )
-        launches = self._bound.get(x.device.index) or self._bind(x.device)
-        if rows <= self.max_rows:
+        n = sum(part.shape[0] for part in ws)
+        launches = self._bound.get((x.device.index, n)) or self._bind(x.device, n)
+        most = len(launches) - 1
+        if not n:
+            return
+        if rows <= most:
             if rows:
                 launches[rows](x, ws, ys)
             return
-        for first in range(0, rows, self.max_rows):
-            part = slice(first, min(first + self.max_rows, rows))
+        for first in range(0, rows, most):
+            part = slice(first, min(first + most, rows))
             launches[part.stop - first](x[part], ws, [y[part] for y in ys])
 
 

@@ -7,11 +7,12 @@ asynchronous copy lands and how late the data of a load reaches its registers. A
 is right if every seed gives the same bits.
 
 Modelled: 32-lane warps that diverge and meet again; CTAs, clusters and their shared
-memory; mbarriers with transaction counts; bulk copies that land in pieces, remote
-stores and remote arrivals that are under way for a while; programmatic launch (before
-``griddepcontrol.wait`` a lane reads NaN in what earlier kernels write, and must not
-store); memory and registers that hold NaN until written; the bytes of every tensor, not
-those between its rows, and who may write them.
+memory, whose addresses have the CTA's rank from bit 24 on; mbarriers with transaction
+counts; bulk copies that land in pieces, remote stores and remote arrivals that are
+under way for a while; programmatic launch (before ``griddepcontrol.wait`` a lane reads
+NaN in what earlier kernels write, and must not store); memory and registers that hold
+NaN until written; the bytes of every tensor, not those between its rows, and who may
+write them.
 
 The data of a load come at any time up to their first use that is not arithmetic, past
 arrivals, fences and ``bar.warp.sync`` too. PTX has an arrival order the loads before

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from tests.verify_kernels.machine.arithmetic import put
-from tests.verify_kernels.machine.memory import Array, Barrier, Fault, Fetch
+from tests.verify_kernels.machine.memory import (
+    WINDOW_BITS,
+    Array,
+    Barrier,
+    Fault,
+    Fetch,
+)
 from tests.verify_kernels.machine.ptx import (
     BITS,
     Build,
@@ -22,8 +28,6 @@ from tests.verify_kernels.machine.ptx import (
 from tests.verify_kernels.machine.warp import Group, Warp
 from verify_kernels.audit.ptx import Instruction
 
-#: Bits of a shared address within one CTA; above them is 1 + its rank, 0 for one's own.
-WINDOW_BITS = 24
 _BYTES = {"b8": "u1", "u8": "u1", "s8": "i1", "b16": "u2", "u16": "u2", "s16": "i2"}
 
 
@@ -200,12 +204,11 @@ def _landing(
 
 
 def _locate(warp: Warp, address: int) -> tuple[Any, int]:
-    """CTA and own address of a shared::cluster address."""
-    window, local = divmod(address, 1 << WINDOW_BITS)
-    ctas = warp.cta.cluster.ctas
-    if window > len(ctas):
+    """The CTA that has a shared::cluster address, and the address."""
+    ctas, rank = warp.cta.cluster.ctas, address >> WINDOW_BITS
+    if not 0 <= rank < len(ctas):
         raise Fault(f"{address:#x} is in no CTA of a cluster of {len(ctas)}")
-    return (ctas[window - 1] if window else warp.cta), local
+    return ctas[rank], address
 
 
 def _copy(decoder: Decoder, ins: Instruction) -> Decoded:
@@ -262,7 +265,8 @@ def _map(decoder: Decoder, ins: Instruction) -> Decoded:
 
     def run(warp: Warp, lanes: Lanes) -> None:
         rows = warp.rows["u32"]
-        where = rows[address] + (rows[rank] + 1 << WINDOW_BITS)
+        within = rows[address] & np.uint32((1 << WINDOW_BITS) - 1)
+        where = within | rows[rank] << np.uint32(WINDOW_BITS)
         np.copyto(rows[out], where, where=True if lanes is None else lanes)
 
     return Decoded(run)

@@ -18,7 +18,7 @@ from tests.verify_kernels.machine.memory import (
     SharedMemory,
 )
 from tests.verify_kernels.machine.order import Order
-from tests.verify_kernels.machine.ptx import LANES, Lanes, Program, decode
+from tests.verify_kernels.machine.ptx import LANES, SHARED, Lanes, Program, decode
 from tests.verify_kernels.machine.warp import Group, Warp
 from tests.verify_kernels.machine.wgmma import Warpgroup
 
@@ -99,10 +99,12 @@ class Cta:
         warpgroups: by number, those of which a warp has used wgmma or ended.
     """
 
-    def __init__(self, cluster: Cluster, name: str, shared_bytes: int) -> None:
+    def __init__(
+        self, cluster: Cluster, name: str, shared_bytes: int, rank: int
+    ) -> None:
         self.cluster = cluster
         self.name = name
-        self.shared = SharedMemory(shared_bytes, f"shared memory of {name}")
+        self.shared = SharedMemory(shared_bytes, f"shared memory of {name}", rank)
         self.warps: list[Warp] = []
         self.left = False
         self.warpgroups: dict[int, Warpgroup] = {}
@@ -344,7 +346,7 @@ def _fill(
     threads = np.arange(-(-np.prod(block) // LANES) * LANES)
     for rank, offset in enumerate(inner):
         at = [p * s + o for p, s, o in zip(place, size, offset, strict=True)]
-        cta = Cta(cluster, f"CTA {tuple(at)}", shared_bytes)
+        cta = Cta(cluster, f"CTA {tuple(at)}", shared_bytes, rank)
         cluster.ctas.append(cta)
         values: dict[str, Array | int] = {
             "%tid.x": threads % block[0],
@@ -353,6 +355,7 @@ def _fill(
             "%laneid": threads % LANES,
             "%cluster_ctarank": rank,
             "%cluster_nctarank": len(inner),
+            SHARED: cta.shared.base,
             "lives": threads < np.prod(block),
         }
         for axis, name in enumerate("xyz"):

@@ -18,6 +18,9 @@ Fetch = Callable[[], Array]
 
 #: An SM keeps the first bytes of a CTA's shared memory for itself.
 SHARED_BASE = 1024
+#: Bits of a shared address within one CTA; above them is the CTA's rank in its cluster,
+#: in the CTA's own addresses too: ptxas makes them with SR_CgaCtaId << 24.
+WINDOW_BITS = 24
 #: Bits of an address within one tensor, so that no overrun reaches another.
 TENSOR_BITS = 36
 #: A barrier counts at most 2^20 - 1 bytes at once.
@@ -262,18 +265,36 @@ class Barrier:
 
 
 class SharedMemory:
-    """The dynamic shared memory of one CTA; addresses are those of its own window."""
+    """The dynamic shared memory of one CTA.
 
-    def __init__(self, size: int, name: str) -> None:
+    Attributes:
+        window: the shared address at which all that the CTA has begins.
+        base: the one at which the dynamic part begins; offsets count from there.
+    """
+
+    def __init__(self, size: int, name: str, rank: int) -> None:
         self.name = name
+        self.window = rank << WINDOW_BITS
+        self.base = self.window + SHARED_BASE
         self._data = _views(np.full(-(-size // 16) * 16, 0xFF, np.uint8))
         self._size = size
         self._barriers: dict[int, Barrier] = {}
 
+    def _check_window(self, addresses: Array) -> None:
+        rank = self.window >> WINDOW_BITS
+        bad = addresses >> WINDOW_BITS != rank
+        if bad.any():
+            other = int(addresses[bad.argmax()])
+            raise Fault(
+                f"address {other:#x} is in the window of rank {other >> WINDOW_BITS}; "
+                f"{self.name} is that of rank {rank}, and others take shared::cluster"
+            )
+
     def _offsets(self, addresses: Array, size: int, alignment: int) -> Array:
         _check_aligned(addresses, alignment)
-        offsets = addresses.astype(np.int64) - SHARED_BASE
+        offsets = addresses.astype(np.int64) - self.base
         if offsets.min() < 0 or offsets.max() + size > self._size:
+            self._check_window(addresses)
             raise Fault(
                 f"{size} bytes at {int(offsets.min())} to {int(offsets.max())} of "
                 f"{self.name}, which has {self._size} bytes"
@@ -324,7 +345,8 @@ class SharedMemory:
 
     def barrier(self, address: int) -> Barrier:
         """The barrier at an address."""
-        offset = address - SHARED_BASE
+        offset = address - self.base
         if offset not in self._barriers:
+            self._check_window(np.array([address]))
             raise Fault(f"there is no barrier at {offset} of {self.name}")
         return self._barriers[offset]

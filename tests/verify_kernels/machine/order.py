@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.verify_kernels.machine.memory import SHARED_BASE, Array, Barrier, Fault
+from tests.verify_kernels.machine.memory import Array, Barrier, Fault
 from tests.verify_kernels.machine.ptx import LANES, Lanes
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class _Memory:
     """Of each cell of a CTA's shared memory, who touched it last.
 
     Attributes:
+        start: address of its first cell.
         base: number of the CTA's first lane.
         writer: the column that knows of the last store, -1 if there was none.
         stored: what that column must have come to.
@@ -58,6 +59,7 @@ class _Memory:
     """
 
     name: str
+    start: int
     base: int
     writer: Array
     stored: Array
@@ -96,6 +98,7 @@ class Order:
                 ]
             self._memory[cta] = _Memory(
                 cta.name,
+                cta.shared.base,
                 base,
                 np.full(cells, -1, np.int32),
                 np.zeros(cells, np.int32),
@@ -160,8 +163,8 @@ class Order:
         name = self._barrier_names[column - 2 * self._lanes]
         return f"a copy or remote store counted by {name}"
 
-    def _cells(self, places: Array, size: int) -> Array:
-        first = (places.astype(np.int64) - SHARED_BASE) // CELL
+    def _cells(self, memory: _Memory, places: Array, size: int) -> Array:
+        first = (places.astype(np.int64) - memory.start) // CELL
         return first[:, None] + np.arange(-(-size // CELL))
 
     def _check_stores(
@@ -195,7 +198,7 @@ class Order:
     def read(self, warp: Warp, lanes: Lanes, places: Array, size: int) -> Read:
         """Lanes load ``size`` bytes each; `came` must follow when the data has come."""
         memory, rows = self._memory[warp.cta], self._rows(warp, lanes)
-        return self._read(memory, warp, rows, self._cells(places, size))
+        return self._read(memory, warp, rows, self._cells(memory, places, size))
 
     def _read(self, memory: _Memory, warp: Warp, rows: Array, cells: Array) -> Read:
         self._check_stores(memory, cells, self._seen(warp, rows), "a read")
@@ -208,7 +211,7 @@ class Order:
         """A warp starts to read ``size`` bytes at each place through the asynchronous
         proxy, every lane all of them."""
         memory, rows = self._memory[warp.cta], self._rows(warp, None)
-        cells = self._cells(places, size).reshape(-1)
+        cells = self._cells(memory, places, size).reshape(-1)
         read = self._read(
             memory, warp, rows, np.broadcast_to(cells, (LANES, len(cells)))
         )
@@ -252,7 +255,7 @@ class Order:
     def write(self, warp: Warp, lanes: Lanes, places: Array, size: int) -> None:
         """Lanes store ``size`` bytes each."""
         memory, rows = self._memory[warp.cta], self._rows(warp, lanes)
-        cells = self._cells(places, size)
+        cells = self._cells(memory, places, size)
         known = self._seen(warp, rows)
         self._check_stores(memory, cells, known, "a store")
         self._check_reads(memory, cells, known, "a store")
@@ -269,7 +272,7 @@ class Order:
     ) -> None:
         """A copy or remote store comes; ``barrier`` has yet to count it."""
         memory, number = self._memory[cta], self._number(barrier)
-        cells = self._cells(np.array([address]), size)
+        cells = self._cells(memory, np.array([address]), size)
         what = f"what was counted by {barrier.name}"
         self._check_stores(memory, cells, knowledge[None], what)
         self._check_reads(memory, cells, knowledge[None], what)

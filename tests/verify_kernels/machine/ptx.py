@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.verify_kernels.machine.memory import SHARED_BASE, Array
+from tests.verify_kernels.machine.memory import Array
 from verify_kernels.audit.ptx import Entry, Instruction, names_in, parse, split_operands
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ BITS = {kind: bits for bits, kinds in TYPES.items() for kind in kinds}
 SPECIAL = re.compile(
     r"%laneid|%(?:tid|ntid|ctaid|nctaid)\.[xyz]|%cluster_(?:ctarank|nctarank)"
 )
+
+#: Stands for every shared variable: where the CTA's dynamic shared memory begins.
+SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Program:
         ops: one an instruction, and a last one that ends the kernel.
         initial: contents of every register at the start, by size: constants, and else
             NaN; [registers, lanes].
-        special: rows of the 32-bit registers that hold %tid.x and its like.
+        special: rows of the 32-bit registers that hold %tid.x and its like, and the
+            address of shared memory.
         parameters: bytes of every parameter.
         block: threads of a CTA as the kernel demands them, None if it does not.
     """
@@ -129,15 +133,17 @@ class Decoder:
             if found[0] != bits:
                 raise self.refuse(f"{text} has {found[0]} bits, not {bits}")
             return found[1]
-        if SPECIAL.fullmatch(text):
-            if text not in self.special:
-                self.special[text] = self._new(32)
-            return self.special[text]
+        shared = self.entry.variables.get(text) == "shared"
+        if shared and bits != 32:
+            raise self.refuse(f"the shared address {text} has 32 bits, not {bits}")
+        if shared or SPECIAL.fullmatch(text):
+            name = SHARED if shared else text
+            if name not in self.special:
+                self.special[name] = self._new(32)
+            return self.special[name]
         return self._constant(bits, self._value(text))
 
     def _value(self, text: str) -> int:
-        if text in self.entry.variables:
-            return SHARED_BASE
         if text.startswith("0f"):
             return int(text[2:], 16)
         try:

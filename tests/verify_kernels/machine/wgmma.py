@@ -179,7 +179,11 @@ def _uniform(warp: Warp, kind: str, row: int) -> int:
 
 
 def _core_rows(descriptor: int, tiles: int) -> Array:
-    """Addresses of 16 bytes each, [tiles, 2, 8]: tile, half of k, token."""
+    """Addresses of 16 bytes each within a CTA, [tiles, 2, 8]: tile, half of k, token.
+
+    The start has 18 bits. Of an address with a rank above them the rank comes into the
+    leading offset: CTA 0 of a cluster is right, the others read B from other places.
+    """
     if descriptor & _UNUSED:
         raise Fault(f"descriptor {descriptor:#x}: the machine knows no swizzle or base")
     start, leading, stride = ((descriptor >> bit & _FIELD) << 4 for bit in (0, 16, 32))
@@ -224,7 +228,7 @@ def _product(decoder: Decoder, ins: Instruction) -> Decoded:
         descriptor = _uniform(warp, "u64", where)
         adds = bool(_uniform(warp, "pred", add))
         products.event(index, ins.opcode, hex(descriptor), adds)
-        places = _core_rows(descriptor, tiles).reshape(-1)
+        places = warp.cta.shared.window + _core_rows(descriptor, tiles).reshape(-1)
         fetch = warp.cta.shared.reader(places, 4, 4)
         order = cluster.order
         read = None if order is None else order.read_async(warp, places, 16)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a wide skinny GEMM (`wide`) is cut: warpgroups own rows, X stays in the SM.
+
+The sums keep the order of `tiling.SUM_ORDER`. Warpgroups share K by whole slices, a
+power of two of consecutive ones each, so what one has in the end is a subtree of the
+sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verify_kernels.skinny_gemm.tiling import CHUNK, SUM_ORDER, TOKEN_TILE
+
+#: Warps of a warpgroup, and the rows that it multiplies at a time.
+WARPS, GROUP_ROWS = 4, 64
+#: Bytes of a 16 x 8 tile of fp32 sums, 16 a lane.
+TILE_BYTES = 512
+#: Bytes of 8 tokens' 32 columns of X.
+CHUNK_BYTES = 512
+#: Registers of the warps that copy X, beside 4 for each load under way.
+_COPY_REGISTERS = 36
+#: Registers beside weights and sums that ptxas takes without spilling (found by
+#: compiling for the three architectures): by token tiles where the warps that copy X
+#: leave registers to the others, and where they do not.
+_OTHER_REGISTERS = {1: 28, 2: 36, 4: 40, 8: 44}
+_OTHER_REGISTERS_ALONE = 28
+
+
+@dataclass(frozen=True)
+class WideTiling:
+    """One way to cut Y[M, N] = X[M, K] W[N, K]^T with warpgroups that own rows.
+
+    Attributes:
+        k: columns of X and W.
+        token_tiles: tiles of 8 tokens; M <= 8 * token_tiles.
+        cluster: CTAs that share K, each with slices / cluster consecutive slices; they
+            share the tiles that are to be finished too.
+        warpgroups: along the rows, each with up to 64 rows at a time.
+        k_groups: warpgroups that share the CTA's slices of the same rows.
+        depth: steps of 32 columns whose weights a warp has in flight, 8 registers each.
+        token_loads: 16-byte loads of X that a thread of the warps that copy it has in
+            flight; what they bring together can be multiplied while more comes.
+        ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
+    """
+
+    k: int
+    token_tiles: int = 2
+    cluster: int = 1
+    warpgroups: int = 1
+    k_groups: int = 1
+    depth: int = 4
+    token_loads: int = 8
+    ctas_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        if self.k not in SUM_ORDER:
+            raise ValueError(
+                f"k={self.k}: no order of sums is fixed for it; K is one of "
+                f"{', '.join(map(str, SUM_ORDER))}"
+            )
+        if self.token_tiles not in (1, 2, 4, 8):
+            raise ValueError(f"token_tiles={self.token_tiles} must be 1, 2, 4 or 8")
+        if self.cluster < 1 or self.k_groups < 1:
+            raise ValueError(
+                f"cluster={self.cluster}, k_groups={self.k_groups}: both must be at "
+                "least 1"
+            )
+        if self.slices % (self.cluster * self.k_groups):
+            raise ValueError(
+                f"cluster={self.cluster}, k_groups={self.k_groups}: their product must "
+                f"divide the {self.slices} slices of K {self.k}"
+            )
+        if not 256 <= self.threads <= 1024:
+            raise ValueError(
+                f"warpgroups={self.warpgroups}, k_groups={self.k_groups}: with the "
+                f"warps that copy X {self.threads} threads; a CTA has 256 to 1024"
+            )
+        if not 0 < self.ctas_per_sm <= 2048 // self.threads:
+            raise ValueError(
+                f"ctas_per_sm={self.ctas_per_sm} must lie in 1..{2048 // self.threads}:"
+                f" an SM holds 2048 threads, a CTA has {self.threads}"
+            )
+        if self.depth < self.chunks or self.slice_chunks % self.depth:
+            raise ValueError(
+                f"depth={self.depth} must divide {self.slice_chunks}, the steps of 32 "
+                f"columns in a slice of K {self.k}, and be at least {self.chunks}, "
+                "those in a segment"
+            )
+        if self.token_loads < 1 or self.token_loads * WARPS % self.token_tiles:
+            raise ValueError(
+                f"token_loads={self.token_loads} must be positive, with 8 token tiles "
+                "also even"
+            )
+        if self.needed_registers > self.registers:
+            raise ValueError(
+                f"{self}: a thread would need {self.needed_registers} registers and "
+                f"has {self.registers}; lower depth, warpgroups, k_groups or "
+                "ctas_per_sm"
+            )
+        # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
+        if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
+            raise ValueError(
+                f"{self}: needs {self.shared_bytes} bytes of shared memory; raise "
+                "cluster or lower token_tiles"
+            )
+
+    @property
+    def slices(self) -> int:
+        return SUM_ORDER[self.k][0]
+
+    @property
+    def segments(self) -> int:
+        """Segments of a slice."""
+        return SUM_ORDER[self.k][1]
+
+    @property
+    def slice_chunks(self) -> int:
+        """Steps of 32 columns in a slice."""
+        return self.k // self.slices // CHUNK
+
+    @property
+    def chunks(self) -> int:
+        """Steps of 32 columns in a segment."""
+        return self.slice_chunks // self.segments
+
+    @property
+    def tokens(self) -> int:
+        return self.token_tiles * TOKEN_TILE
+
+    @property
+    def local_k(self) -> int:
+        """Columns of a CTA."""
+        return self.k // self.cluster
+
+    @property
+    def local_chunks(self) -> int:
+        return self.local_k // CHUNK
+
+    @property
+    def unit_slices(self) -> int:
+        """Slices of a warpgroup."""
+        return self.slices // self.cluster // self.k_groups
+
+    @property
+    def unit_k(self) -> int:
+        """Columns of a warpgroup."""
+        return self.local_k // self.k_groups
+
+    @property
+    def levels(self) -> int:
+        """Of the tree over a warpgroup's slices."""
+        return self.unit_slices.bit_length() - 1
+
+    @property
+    def part_chunks(self) -> int:
+        """Steps of 32 columns of a part of X: what is copied between two signals."""
+        return self.token_loads * WARPS // self.token_tiles
+
+    @property
+    def parts(self) -> int:
+        return -(-self.local_chunks // self.part_chunks)
+
+    @property
+    def contributors(self) -> int:
+        """Warpgroups whose sums make up one output."""
+        return self.cluster * self.k_groups
+
+    @property
+    def own_tiles(self) -> int:
+        """Token tiles that a CTA finishes; with fewer tiles than CTAs one or none."""
+        return max(1, self.token_tiles // self.cluster)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of up to 16 rows that a CTA has at a time, one a warp."""
+        return WARPS * self.warpgroups
+
+    @property
+    def turn_rows(self) -> int:
+        """Rows that a CTA has at a time, at most."""
+        return GROUP_ROWS * self.warpgroups
+
+    @property
+    def multipliers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.warpgroups * self.k_groups
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS * (self.multipliers + 1)
+
+    @property
+    def register_limit(self) -> int:
+        """A thread's at launch: a quarter of an SM has 16,384, warps get them in
+        eights."""
+        warps = self.ctas_per_sm * (self.multipliers + 1)
+        return min(255, 16384 // (32 * warps) // 8 * 8)
+
+    @property
+    def copy_registers(self) -> int:
+        """Left to the warps that copy X."""
+        return -(-(_COPY_REGISTERS + 4 * self.token_loads) // 8) * 8
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether the warps that copy leave registers to those that multiply."""
+        return 24 <= self.copy_registers < self.register_limit < 248
+
+    @property
+    def registers(self) -> int:
+        """A multiplying thread's."""
+        if not self.moves_registers:
+            return self.register_limit
+        spare = self.register_limit - self.copy_registers
+        return min(240, self.register_limit + spare // self.multipliers // 8 * 8)
+
+    @property
+    def held_registers(self) -> int:
+        """Registers of weights in flight, of a segment's weights and sums, of the
+        slice's sums and of slices that wait for others."""
+        sums = 4 * self.token_tiles * (2 + self.levels)
+        return 8 * (self.depth + self.chunks) + sums
+
+    @property
+    def needed_registers(self) -> int:
+        if self.moves_registers:
+            return self.held_registers + _OTHER_REGISTERS[self.token_tiles]
+        return self.held_registers + _OTHER_REGISTERS_ALONE
+
+    @property
+    def tile_pitch(self) -> int:
+        """Bytes from one tile of tokens to the next."""
+        return self.local_chunks * CHUNK_BYTES
+
+    @property
+    def barrier_bytes(self) -> int:
+        count = self.parts
+        if self.contributors > 1:
+            count += 2 * self.row_blocks
+        return -(-8 * count // 128) * 128
+
+    @property
+    def token_bytes(self) -> int:
+        return self.token_tiles * self.tile_pitch
+
+    @property
+    def sum_bytes(self) -> int:
+        """Every contributor's sums of the tiles that this CTA finishes."""
+        if self.contributors == 1:
+            return 0
+        return self.row_blocks * self.own_tiles * self.contributors * TILE_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.barrier_bytes + self.token_bytes + self.sum_bytes
+
+    @property
+    def name(self) -> str:
+        return (
+            f"wide_k{self.k}_m{self.tokens}_c{self.cluster}_w{self.warpgroups}"
+            f"_g{self.k_groups}_d{self.depth}_l{self.token_loads}_o{self.ctas_per_sm}"
+        )
