@@ -3,5 +3,6 @@
 
 ``python -m experiments.bench OP [OP ...]`` on a machine with a GPU; ``--help`` lists
 the options. Every figure becomes one line of :mod:`experiments.results`.
-``python -m experiments.bench.tune`` searches for tilings of skinny_gemm.
+``python -m experiments.bench.tune`` searches for the fastest kernels of skinny_gemm and
+writes the table of which serves what.
 """

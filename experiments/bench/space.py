@@ -290,7 +290,10 @@ def _wide(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
         CLUSTER_SIZES, (1, 2), WIDE_GROUPS
     ):
         share = -(-n // (held[cluster] * resident))
-        more = WIDE_RUNS if k <= WIDE_RUNS_K and resident == 1 else ()
+        # Of two CTAs that fit one may be the next kernel's, which then has its weights
+        # under way when its turn comes.
+        alone = {-(-n // held[cluster])} - {share}
+        more = sorted({*alone, *(WIDE_RUNS if k <= WIDE_RUNS_K else ())})
         loads = TOKEN_LOADS if rows > DIRECT_ROWS else TOKEN_LOADS[1:]
         for token_loads, run in itertools.product(
             loads, (share, *(r for r in more if r > share))

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.verify_kernels.ring_tilings import TILINGS
+from experiments.bench.space import RING
 from verify_kernels.skinny_gemm import SkinnyGemm, choice, host
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
 
 #: Columns of every bf16 projection of Kimi K3 at TP 1, 8 and 16.
 MODEL_WIDTHS = {7168, 128, 12288, 1536, 768, 6144, 384, 3584, 33792, 4224, 2112}
-ALL = [tiling for by_rows in TILINGS.values() for tiling in by_rows.values()]
+ALL = [tiling for by_rows in RING.values() for tiling in by_rows.values()]
 LANES = range(32)
 
 
@@ -29,8 +29,8 @@ def name_of(tiling: Tiling) -> str:
 
 
 def test_every_width_of_the_model_has_an_order_and_serves_64_rows() -> None:
-    assert set(SUM_ORDER) == set(TILINGS) == MODEL_WIDTHS
-    for k, by_rows in TILINGS.items():
+    assert set(SUM_ORDER) == set(RING) == MODEL_WIDTHS
+    for k, by_rows in RING.items():
         assert list(by_rows) == sorted(by_rows)
         for rows, tiling in by_rows.items():
             assert (tiling.k, rows <= tiling.tokens) == (k, True)
@@ -180,7 +180,7 @@ def test_clamped_tokens_are_read_inside_shared_memory(k: int) -> None:
     """Tokens past M repeat token M - 1; where that one is held in registers, the first
     resident one."""
     fewest = 1
-    for most, t in TILINGS[k].items():
+    for most, t in RING[k].items():
         place = regions(t)["tokens"]
         for m in range(fewest, most + 1):
             for token in range(8 * t.held_tiles, t.tokens):

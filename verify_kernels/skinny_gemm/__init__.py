@@ -6,7 +6,10 @@
 
 How an op is laid out here, for whoever adds the next one: `reference` says what is
 computed, `tiling` in which order it is summed and what a CTA holds, `kernel` is the
-device code, `host` chooses, compiles, checks and launches.
+device code, `host` compiles, checks and launches. This op has three kernels with one
+order of sums, so with the same bits: `kernel` (a ring of bulk copies), `direct` (short
+launches) and `wide` (many rows, wgmma); `choice` says which serves a shape, from the
+table that `python -m experiments.bench.tune` measured.
 """
 
 from verify_kernels.skinny_gemm.host import SkinnyGemm

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Device code is traced by the CuTe DSL: its annotations are the DSL's, not Python's.
-# mypy: ignore-errors
 """Y_g[M, N_g] = X[M, K] W_g[N_g, K]^T for many tokens: warpgroups own rows, X stays.
 
 The rows of all W_g count as one list. A cluster of C CTAs owns an equal run of it and

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.bench.space import RING
 from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
-from tests.verify_kernels.ring_tilings import TILINGS
 from tests.verify_kernels.test_attn_res import fresh
 from tests.verify_kernels.test_skinny_gemm import padded
 from verify_kernels.attn_res.host import HIDDEN, variant_name
@@ -47,7 +47,7 @@ def compiled_variant(variant: Variant) -> tuple[Variant, str]:
 
 
 def tiling_for(k: int, rows: int) -> Tiling:
-    return next(t for most, t in TILINGS[k].items() if rows <= most)
+    return next(t for most, t in RING[k].items() if rows <= most)
 
 
 def skinny_gemm(
