@@ -43,20 +43,24 @@ def test_kernel_table_is_the_recorded_run() -> None:
             name = f"skinny_gemm {shape['name']}, TP {shape['tp']}, {sizes}"
         elif line.get("op") == "attn_res" and line["variant"] == "pdl":
             name = f"attn_res, {shape['blocks']} blocks"
+        elif line.get("op") == "moe_front" and line["variant"] == "pdl":
+            sizes = f"{shape['n']} x {shape['k']}"
+            name = f"moe_front in one launch, TP {shape['tp']}, {sizes}"
         else:
             continue
         assert line["label"] == "measured" and all(line["gates"].values())
         points[f"{name} | {shape['m']}"] = line
     found = re.findall(
-        r"^\| ((?:skinny_gemm|attn_res)[^|]*) \| (\d+) \| (\S+) \| (\d+) % "
+        r"^\| ((?:skinny_gemm|moe_front|attn_res)[^|]*) \| (\d+) \| (\S+) \| (\d+) % "
         r"\| (\S+) (\w+) \|$",
         README,
         re.M,
     )
-    assert len(found) == 13
+    assert len(found) == 19
     for name, rows, us, share, peer_us, peer in found:
         line = points[f"{name} | {rows}"]
-        best = min(line["peers"], key=line["peers"].get)
+        peers = {k: us for k, us in line["peers"].items() if not k.startswith("ours")}
+        best = min(peers, key=lambda name: peers[name])
         assert us == f"{line['us']:.2f}"
         assert share == f"{100 * line['bandwidth_share']:.0f}"
         assert (peer_us, peer) == (f"{line['peers'][best]:.2f}", best.split(":")[0])

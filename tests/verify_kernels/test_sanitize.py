@@ -45,6 +45,14 @@ def race(kernel: str) -> str:
 """
 
 
+def warning(kernel: str) -> str:
+    """A hazard within a warp, as the tool grades it."""
+    return f"""========= Warning: Race reported between Write access at {kernel}+0x810
+=========     and Read access at {kernel}+0x840 [128 hazards]
+=========
+"""
+
+
 def barrier(kernel: str) -> str:
     return f"""========= Barrier error detected. Divergent thread(s) in block.
 =========     at {kernel}+0x90
@@ -101,9 +109,18 @@ def test_planted_faults_and_listed_false_positives_pass(tmp_path: Path) -> None:
     assert output.count("and Read access at SkinnyGemmKernel+0x7a0 [248 hazards]") == 2
 
 
+def test_a_warning_of_the_ring_is_listed_and_not_more(tmp_path: Path) -> None:
+    """The first use of a barrier by the lane that made it; errors are not excused."""
+    log = GOOD["racecheck"] + warning(GEMM)
+    status, found, output = verdicts(GOOD | {"racecheck": log}, tmp_path)
+    assert status == 0 and "1 known false positives" in found["racecheck"], output
+    assert "arrive.expect_tx of one elected thread" in output
+
+
 @pytest.mark.parametrize(
     ("run", "log", "verdict", "shown"),
     [
+        ("racecheck", GOOD["racecheck"] + warning(ATTN), "FAIL", "AttnResKernel | "),
         ("memcheck", GOOD["memcheck"] + invalid(GEMM), "FAIL", "SkinnyGemmKernel | "),
         ("memcheck", GOOD["memcheck"] + CRASH, "FAIL", "? | Error: process didn't"),
         ("memcheck", HEAD + DONE + TAIL, "UNPROVED", ""),
@@ -116,6 +133,7 @@ def test_planted_faults_and_listed_false_positives_pass(tmp_path: Path) -> None:
         ("synccheck", HEAD + "sanitize: K 768 is off by 1\n", "FAIL", "is off by 1"),
     ],
     ids=[
+        "warning",
         "address",
         "crash",
         "silent",

@@ -7,7 +7,7 @@ import functools
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -147,11 +147,13 @@ def check_accuracy(out: Tensor, x: Tensor, w: Tensor) -> None:
 
 
 @pytest.fixture
-def full_precision_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def full_precision_sums() -> Iterator[None]:
     """torch may otherwise add partial sums in bf16 and be an easy peer to beat."""
-    monkeypatch.setattr(
-        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
-    )
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.gpu
