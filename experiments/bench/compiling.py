@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled by several processes through the kernel cache on disk."""
+"""Kernels compiled by several processes through the cache on disk, and audited."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from verify_kernels.skinny_gemm.choice import Cut, Outputs
 
 
 class _Unspilled(Variant):
-    """A variant that is not compiled if its registers spill: the audit forbids it, so
-    its time would be of no use."""
+    """A variant that is refused, and not cached, if its registers spill: the audit
+    forbids it, so its time would be of no use."""
 
     def compile(self, arch: str, dump: Path | None = None) -> Any:
         """See :class:`verify_kernels.common.variant.Variant`."""
@@ -31,10 +31,9 @@ class _Unspilled(Variant):
             kernel = super().compile(arch, directory)
             for cubin in directory.glob("*.cubin"):
                 for found in resources(cubin.read_bytes()).values():
-                    if found.frame_bytes or found.stack_bytes:
+                    if spilled := max(found.frame_bytes, found.stack_bytes):
                         raise ValueError(
-                            f"{self.name}: registers spill, {found.frame_bytes} bytes "
-                            "a thread"
+                            f"{self.name}: registers spill, {spilled} bytes a thread"
                         )
         return kernel
 

@@ -119,9 +119,10 @@ RING_OF_ONE_TILE: dict[int, tuple[dict[str, int], ...]] = {
 SMALL_RUN = 3 * ROW_TILE
 
 #: K -> (warps, depth) of direct kernels: each warp has 1 to 8 segments and asks for all
-#: of them, half or a quarter at once. Against every split that fits, with up to 4 CTAs
-#: an SM, these lost 1.8 % at most at 250 points (H200, M = 1 to 16, programmatic and
-#: plain). Not searched yet: K = 6144, 12288, 33792, with the like of 7168 and 4224.
+#: of them or a part at once. Against every split that fits, with up to 4 CTAs an SM,
+#: these lost 1.8 % at most at 250 points (H200, M = 1 to 16, programmatic and plain).
+#: For K = 6144, 12288 and 33792 other splits were not tried: these are the like of
+#: those of 7168 and 4224.
 DIRECT: dict[int, tuple[tuple[int, int], ...]] = {
     128: ((4, 1), (2, 2), (1, 4)),
     384: ((6, 1), (3, 2)),
@@ -208,7 +209,7 @@ def _ring(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
 
 def _runs(n: int, slots: int, rows: int) -> list[int]:
     """Rows a CTA so that all CTAs end at once: as many waves of resident CTAs as are
-    needed, and if that is one also two."""
+    needed, and if that is one also two; and `MORE_RUNS`."""
     fewest = -(-n // (slots * rows))
     waves = (1, 2) if fewest == 1 else (fewest,)
     even = [-(-n // (slots * w)) for w in waves if w <= MAX_WAVES]
@@ -227,7 +228,7 @@ def _first_valid(cut: Any, field: str, values: Iterable[int]) -> Any:
 
 
 def _direct_cuts(k: int, rows: int) -> Iterator[DirectTiling]:
-    """8 or 16 rows, 1 or 2 CTAs an SM, tokens as far ahead as registers allow."""
+    """8 or 16 rows, 1, 2 or 4 CTAs an SM, tokens as far ahead as registers allow."""
     for warps, depth in DIRECT[k]:
         for halves, resident in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)):
             try:
@@ -264,7 +265,7 @@ def _direct(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
         kinds += [staged] if staged else []
         for run in _runs(n, held[1] * cut.ctas_per_sm, cut.rows):
             # 8 rows are one half, and a CTA that is alone on its SM is not one of two.
-            if cut.halves == 2 and run <= TOKEN_TILE:
+            if cut.halves == 2 and run <= ROW_TILE // 2:
                 continue
             if cut.ctas_per_sm > 1 and -(-n // run) <= held[1]:
                 continue
@@ -281,8 +282,8 @@ def _wide_depths(cut: WideTiling) -> Iterator[WideTiling]:
 
 
 def _wide(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
-    """Wide kernels with no more rows at a time than a cluster's share; where direct
-    ones are not tried two depths each."""
+    """Wide kernels with no warpgroup idle in a cluster's share. Above `DIRECT_ROWS`
+    those with fewer loads of X at two depths each."""
     if rows < WIDE_ROWS:
         return
     shortest = k // SUM_ORDER[k][0] // SUM_ORDER[k][1] // CHUNK
@@ -337,8 +338,8 @@ def candidates(
         designs: keys of `choice.DESIGNS`; all if empty.
 
     Raises:
-        ValueError: for a K without a fixed order of sums, M outside 1..64, or a design
-            that is not there.
+        ValueError: for a K without a fixed order of sums, M outside 1..64, no rows of
+            W, or a design that is not there.
     """
     if k not in SUM_ORDER:
         raise ValueError(

@@ -193,14 +193,6 @@ def kept(entries: Iterable[Entry], points: Iterable[Served]) -> list[Served]:
     return [point for point in earlier if point not in measured]
 
 
-def provenance(lines: Sequence[Line], kept_points: int) -> dict[str, Any]:
-    """Where the measured part of a table comes from."""
-    own = [line for line in lines if line.get("op") == OP]
-    last = max(own, key=lambda line: line["date"])
-    found = {name: last[name] for name in ("gpu", "commit", "date")}
-    return {**found, "kept_from_earlier": kept_points}
-
-
 def _remarks(points: Sequence[Served], entries: Iterable[Entry]) -> Iterator[str]:
     """What somebody who ships the table should know."""
     found: dict[Served, Choice] = {}

@@ -115,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def wanted(names: Sequence[str], tps: Sequence[int]) -> list[Weights]:
-    """Weights by name at each size, and N x K; all of each size without names.
+    """Weights by name at each size, and N x K; all of each size without names. Those
+    of TP 1, which take longest, come last.
 
     Raises:
         ValueError: for a name or a size that is not there.
@@ -245,7 +246,7 @@ def tune(
     """Search task after task until all are done or the budget is spent.
 
     Returns:
-        for each task that was begun its last round.
+        the last round of each task that had one.
     """
     for task in tasks:
         source.start(task)

@@ -358,10 +358,10 @@ def test_reads_of_resident_tokens_are_told_apart_by_their_address(
 ) -> None:
     """Half the tokens lie in shared memory for good; reads of them are under way when
     the skinny GEMM hands a slot back, and that is no fault."""
-    from verify_kernels.common.variant import variants
+    from experiments.bench.space import RING
+    from verify_kernels.skinny_gemm import host
 
-    gemms = variants(("skinny_gemm",))
-    (variant,) = (v for v in gemms if v.name.startswith("k2112_m32"))
+    variant = host.variant(RING[2112][32], ("bf16",))
     compiled = variant.compile(arch, dump=tmp_path)
     code = sass.disassemble(compiled.artifacts.CUBIN)
     kept = variant.kernel.kept_shared

@@ -17,6 +17,7 @@ from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
 from tests.verify_kernels.machine.kernels import attn_res, compiled, skinny_gemm
 from verify_kernels.attn_res import reference as attn_res_reference
 from verify_kernels.prefetch.host import PIECE, pieces
+from verify_kernels.skinny_gemm.tiling import Tiling
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -52,6 +53,27 @@ def test_skinny_gemm_is_right_and_bit_equal_under_every_schedule(
                 first = y.clone()
             found = skinny_tests.bits(y)
             assert torch.equal(found, skinny_tests.bits(first[:rows])), (rows, seed)
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        Tiling(7168, 1, 8, 1, 4, 1, 1, 1, 1, ctas_per_sm=3),
+        Tiling(3584, 1, 4, 1, 15, 1, 1, 1, 1, ctas_per_sm=3),
+        Tiling(1536, 1, 2, 1, 13, 1, 3, 2, 2, ctas_per_sm=3),
+    ],
+    ids=lambda t: t.name,
+)
+def test_rings_with_a_buffer_between_roles_or_two_give_the_same_bits(t: Tiling) -> None:
+    """As those that hold all rows of a cluster, here with more rows than they hold."""
+    x, w = skinny_tests.inputs(3 * t.stage_rows + 1, t.k, "noise", 8, device="cpu")
+    (wanted,) = skinny_gemm(x, [w])
+    skinny_tests.check_accuracy(wanted, x, w)
+    for rows in (8, 1):
+        for seed in SEEDS[:2]:
+            (y,) = skinny_gemm(x[:rows], [w], tiling=t, seed=seed, races=True)
+            right = skinny_tests.bits(wanted[:rows])
+            assert torch.equal(skinny_tests.bits(y), right), (rows, seed)
 
 
 def test_skinny_gemm_with_three_matrices_in_one_launch() -> None:

@@ -109,7 +109,7 @@ def test_the_nearest_measured_size_decides(k: int, outputs: Outputs, pdl: bool) 
 
 def test_what_is_not_there_is_refused() -> None:
     for k, outputs in ((700, ("bf16",)), (7168, ("fp16",)), (128, ("fp32",) * 3)):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match=f"k={k}, .*{outputs[0]}.*, programmatic"):
             choice.choices(k, 768, outputs, True)
     assert choice.outputs_of(700) == ()
 

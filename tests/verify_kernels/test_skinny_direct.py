@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +26,9 @@ from tests.verify_kernels.machine import (
 from tests.verify_kernels.test_skinny_gemm import bits, check_accuracy, inputs, padded
 from verify_kernels.audit import audit
 from verify_kernels.audit.sass import NoDisassembler, disassemble
-from verify_kernels.common.variant import ARCHITECTURES, Variant
+from verify_kernels.common.variant import ARCHITECTURES
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
-from verify_kernels.skinny_gemm.host import _fake_arguments
+from verify_kernels.skinny_gemm.host import variant
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -38,23 +37,6 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 Edit = Callable[[str], str]
 Outputs = tuple[str, ...]
 BF16: Outputs = ("bf16",)
-
-
-def variant(t: DirectTiling | Tiling, outputs: Outputs = BF16) -> Variant:
-    import cutlass
-
-    from verify_kernels.skinny_gemm.direct import DirectGemmKernel
-    from verify_kernels.skinny_gemm.kernel import SkinnyGemmKernel
-
-    types = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
-    kind: Any = DirectGemmKernel if isinstance(t, DirectTiling) else SkinnyGemmKernel
-    return Variant(
-        op="skinny_gemm",
-        name=f"{t.name}_{'_'.join(outputs)}",
-        kernel=kind(t, tuple(types[o] for o in outputs)),
-        arguments=functools.partial(_fake_arguments, t.k, outputs),
-        max_registers=t.register_limit if isinstance(t, DirectTiling) else 255,
-    )
 
 
 @functools.cache
@@ -266,7 +248,7 @@ def test_weights_in_flight_stand_before_the_wait_in_machine_code(
 ) -> None:
     """All of them, and no load of a token: ptxas moves some kinds of load."""
     t = DirectTiling(7168, 1, 1, 14, 2, 4)
-    cubin = variant(t).compile(arch, tmp_path).artifacts.CUBIN
+    cubin = variant(t, BF16).compile(arch, tmp_path).artifacts.CUBIN
     try:
         code = disassemble(cubin).instructions
     except NoDisassembler as error:
@@ -299,7 +281,8 @@ def test_partial_sums_meet_every_bank_once() -> None:
             token = lane // t.leaves // t.rows
             part = lane % t.leaves * t.leaf_parts
             read = part * t.part_pitch + token * t.token_pitch + row
-            assert len(set(read % 32)) == 32 or token.any(), t
+            # Two leaves of 8 rows are of two tokens, and meet some banks twice.
+            assert len(set(read % 32)) == 32 or (t.leaves, t.rows) == (2, 8), t
     assert count > 100
 
 
@@ -346,7 +329,7 @@ def test_parts_fill_shared_memory_and_no_more() -> None:
         ),
         (
             {"k": 7168, "warps": 14, "staged": 8, "ctas_per_sm": 2, "halves": 1},
-            "needs 144256 bytes of shared memory; lower token_tiles",
+            "needs 144256 bytes of shared memory; lower staged, token_tiles",
         ),
     ],
 )

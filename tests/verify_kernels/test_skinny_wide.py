@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -419,3 +420,15 @@ def test_parts_and_shares_are_all_of_k_and_all_tiles() -> None:
 def test_what_does_not_fit_is_refused(arguments: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         WideTiling(**arguments)
+
+
+def test_names_say_everything_that_a_kernel_is_made_with() -> None:
+    """Field case F15: the cache tells kernels apart by name."""
+    base = WideTiling(3584, 1, 1, 1, 1, 4, 2)
+    changes: dict[str, int] = {
+        "k": 6144, "token_tiles": 2, "cluster": 2, "warpgroups": 2, "k_groups": 2,
+        "depth": 7, "token_loads": 4, "ctas_per_sm": 2,
+    }  # fmt: skip
+    assert changes.keys() == {f.name for f in dataclasses.fields(base)}
+    names = {dataclasses.replace(base, **{n: v}).name for n, v in changes.items()}
+    assert len(names | {base.name}) == 1 + len(changes)

@@ -180,8 +180,8 @@ STORED = "a read .* not ordered with the store there by lane"
 def test_accesses_that_one_lane_vouches_for_are_noticed(
     k: int, n: int, rows: int, edit: Edit, words: str
 ) -> None:
-    """compute-sanitizer's racecheck reported these of the skinny GEMM, but for the
-    sums of a cluster, on an H200 (experiments/results/h200)."""
+    """compute-sanitizer's racecheck reported these, but for the sums of a cluster, of
+    an earlier form of the kernel (H200, 2026-11-29)."""
     x, w = skinny_tests.inputs(n, k, rows=rows, device="cpu")
     found = found_race(x, w, edit)
     assert re.search(words, found), found

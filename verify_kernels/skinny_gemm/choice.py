@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves a shape: read from ``choices.json``, which a GPU wrote.
+"""Which kernel serves a shape: read from ``choices.json``, which was measured.
 
 Three designs compute the same sums in the same order (`tiling.SUM_ORDER`), so every
-choice gives the same bits and only speed was asked:
+choice gives the same bits; it is about speed, and about few kernels to compile:
 
     ring    weights through shared memory by bulk copies, K shared by a cluster: the
             most bytes under way, a long way from launch to first result
     direct  weights straight into registers, a CTA a few rows: the shortest launch
-    wide    a warp owns rows and X stays in shared memory: many tokens
+    wide    warpgroups own rows and X stays in shared memory: many tokens
 
 ``choices.json`` is written by ``python -m experiments.bench.tune --write``.
 """
@@ -50,7 +50,8 @@ class Choice:
             clusters as the device holds at once share them.
 
     Raises:
-        ValueError: a direct kernel is not told its run, or cannot hold it.
+        ValueError: a negative run; a direct kernel is not told its run, or cannot hold
+            it.
     """
 
     cut: Cut
@@ -58,7 +59,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.run < 0:
-            raise ValueError(f"run={self.run} must be a number of rows, or 0")
+            raise ValueError(
+                f"run={self.run} must be a number of rows, or 0 to share them among "
+                "the clusters that the device holds"
+            )
         if isinstance(self.cut, DirectTiling) and not 0 < self.run <= self.cut.rows:
             raise ValueError(
                 f"run={self.run}: a CTA of {self.cut.name} has 1 to {self.cut.rows} "
@@ -83,7 +87,7 @@ class Entry:
         choice: the winner.
 
     Raises:
-        ValueError: the choice does not serve so many rows in one launch.
+        ValueError: no rows, or more than the choice serves in one launch.
     """
 
     k: int
@@ -116,13 +120,16 @@ def cut_of(spelled: Mapping[str, Any]) -> Cut:
     """The cut of which ``spelled`` is the spelling.
 
     Raises:
-        ValueError: it is none of a design as it is now.
+        ValueError: no design has it as the designs are now, or its values do not fit.
     """
     fields = {name: value for name, value in spelled.items() if name != "design"}
     try:
         return DESIGNS[spelled["design"]](**fields)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"cut={dict(spelled)} is none of these designs") from error
+        raise ValueError(
+            f"cut={dict(spelled)} is none of these designs, {', '.join(DESIGNS)}, with "
+            "the fields they have now: measure it again"
+        ) from error
 
 
 def entries_of(text: str) -> tuple[Entry, ...]:
@@ -168,7 +175,8 @@ def choices(k: int, n: int, outputs: Outputs, pdl: bool) -> dict[int, Choice]:
     """
     found = [e for e in table() if (e.k, e.outputs, e.pdl) == (k, outputs, pdl)]
     if not found:
-        raise KeyError((k, outputs, pdl))
+        mode = "programmatic" if pdl else "plain"
+        raise KeyError(f"nothing is measured for k={k}, outputs={outputs}, {mode}")
     nearest = min({e.n for e in found}, key=lambda m: (abs(math.log(m / max(n, 1))), m))
     same = sorted((e for e in found if e.n == nearest), key=lambda e: e.rows)
     return {e.rows: e.choice for e in same}

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verify_kernels.skinny_gemm.tiling import CHUNK, SUM_ORDER, TOKEN_TILE
+from verify_kernels.skinny_gemm.tiling import (
+    CHUNK,
+    SUM_ORDER,
+    TOKEN_TILE,
+    register_limit,
+)
 
 BANKS = 32
 #: Fewest registers beside weights, tokens and sums that ptxas was seen to manage with
@@ -26,7 +31,7 @@ class DirectTiling:
         k: columns of X and W.
         token_tiles: tiles of 8 tokens; M <= 8 * token_tiles.
         halves: 8-row halves of the tensor cores' 16 rows that are used; a CTA has at
-            most so many rows. Of one half the other is zero.
+            most 8 * halves rows. Of one half the other is zero.
         warps: warps of a CTA; they share the segments of K equally.
         depth: segments whose weights a warp has in flight; all of its own, and every
             weight is requested at once.
@@ -93,7 +98,7 @@ class DirectTiling:
         if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
             raise ValueError(
                 f"{self}: needs {self.shared_bytes} bytes of shared memory; lower "
-                "token_tiles or ctas_per_sm, or let each warp have whole slices"
+                "staged, token_tiles or ctas_per_sm, or let each warp have whole slices"
             )
 
     @property
@@ -179,7 +184,8 @@ class DirectTiling:
     @property
     def part_pitch(self) -> int:
         """Floats from partial sum to partial sum. The lanes that read leaves of 32 /
-        leaves rows at a time meet every bank once: leaves are that many banks apart."""
+        leaves rows at a time meet every bank once: leaves are that many banks apart.
+        Two leaves of 8 rows are of two tokens, and meet some banks twice."""
         size = self.tokens * self.token_pitch
         apart = BANKS // self.leaves
         while self.leaves > 1 and size * self.leaf_parts % (2 * apart) != apart:
@@ -214,9 +220,8 @@ class DirectTiling:
 
     @property
     def register_limit(self) -> int:
-        """ptxas's own: a quarter of an SM has 16,384, warps get them in eights."""
-        warps = -(-self.ctas_per_sm * self.warps // 4)
-        return min(255, 16384 // (32 * warps) // 8 * 8)
+        """Registers of a thread at most."""
+        return register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def held_registers(self) -> int:

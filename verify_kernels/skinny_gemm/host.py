@@ -15,7 +15,7 @@ from verify_kernels.common.variant import Variant, cached, device_arch
 from verify_kernels.skinny_gemm import choice
 from verify_kernels.skinny_gemm.choice import Choice, Cut, Outputs
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
-from verify_kernels.skinny_gemm.tiling import SUM_ORDER
+from verify_kernels.skinny_gemm.tiling import SUM_ORDER, register_limit
 from verify_kernels.skinny_gemm.wide_tiling import WideTiling
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -52,13 +52,6 @@ def _fake_arguments(k: int, outputs: Sequence[str]) -> Sequence[Any]:
     return x, ws, ys, cutlass.Int32(1), cutlass.Int32(0), stream
 
 
-def _register_limit(cut: Cut) -> int:
-    """ptxas's own limit: a quarter of an SM has 16,384 registers and a fourth of its
-    warps; a warp's registers are counted in eights a thread."""
-    warps = -(-cut.ctas_per_sm * cut.threads // 128)
-    return min(255, 16384 // (32 * warps) // 8 * 8)
-
-
 def variant(cut: Cut, outputs: Outputs) -> Variant:
     """The kernel of ``cut`` for matrices with these outputs, "bf16" or "fp32" each."""
     import cutlass
@@ -81,7 +74,7 @@ def variant(cut: Cut, outputs: Outputs) -> Variant:
         name=f"{cut.name}_{'_'.join(outputs)}",
         kernel=kernel,
         arguments=functools.partial(_fake_arguments, cut.k, outputs),
-        max_registers=_register_limit(cut),
+        max_registers=register_limit(cut.threads, cut.ctas_per_sm),
     )
 
 

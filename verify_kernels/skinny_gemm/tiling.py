@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a skinny GEMM is cut: the order of its sums, and what a CTA holds.
 
-The order of the sums depends on K alone. K is cut into ``slices``, a slice into one
-segment a warp; a segment is summed by the tensor cores in ascending k, the segments of
-a slice in warp order, the slices in a balanced tree. Everything else (cluster size, row
-tile, stages) may differ by M or by architecture without changing a bit.
+The order of the sums depends on K alone. K is cut into slices, a slice into segments;
+a segment is summed by the tensor cores in ascending k, the segments of a slice one
+after the other in ascending k, the slices in a balanced tree. Everything else (design,
+cluster size, row tile, stages) may differ by M or by architecture without changing a
+bit. `Tiling` is the ring's; `direct_tiling` and `wide_tiling` are the other designs'.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: K -> (slices, warps); a warp's segment is K / slices / warps, a multiple of 32.
+#: K -> (slices, segments of a slice); a segment is a multiple of 32 columns. The ring
+#: multiplies with a warp a segment.
 SUM_ORDER: dict[int, tuple[int, int]] = {
     128: (1, 4),
     384: (1, 6),
@@ -37,9 +39,16 @@ def _pitch(elements: int) -> int:
     return size + 64 if size % 128 == 0 else size
 
 
+def register_limit(threads: int, ctas_per_sm: int) -> int:
+    """Registers of a thread at most, which is ptxas's own limit: a quarter of an SM has
+    16,384 and a fourth of its warps; a warp's are counted in eights a thread."""
+    warps = -(-ctas_per_sm * threads // 128)
+    return min(255, 16384 // (32 * warps) // 8 * 8)
+
+
 @dataclass(frozen=True)
 class Tiling:
-    """One way to cut Y[M, N] = X[M, K] W[N, K]^T.
+    """One way to cut Y[M, N] = X[M, K] W[N, K]^T with a ring of weights (`kernel`).
 
     Attributes:
         k: columns of X and W.

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verify_kernels.skinny_gemm.tiling import CHUNK, SUM_ORDER, TOKEN_TILE
+from verify_kernels.skinny_gemm.tiling import (
+    CHUNK,
+    SUM_ORDER,
+    TOKEN_TILE,
+    register_limit,
+)
 
 #: Warps of a warpgroup, and the rows that it multiplies at a time.
 WARPS, GROUP_ROWS = 4, 64
@@ -192,10 +197,8 @@ class WideTiling:
 
     @property
     def register_limit(self) -> int:
-        """A thread's at launch: a quarter of an SM has 16,384, warps get them in
-        eights."""
-        warps = self.ctas_per_sm * (self.multipliers + 1)
-        return min(255, 16384 // (32 * warps) // 8 * 8)
+        """Registers of a thread at launch."""
+        return register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def copy_registers(self) -> int:

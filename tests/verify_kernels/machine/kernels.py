@@ -33,9 +33,14 @@ def compiled(op: str, name: str) -> tuple[Variant, str]:
 
 
 @functools.cache
-def ring_gemm(k: int, rows: int, outputs: tuple[str, ...] = ("bf16",)) -> str:
-    """PTX of the ring kernel for this K and M."""
-    return compiled_variant(host.variant(tiling_for(k, rows), outputs))[1]
+def ring_of(tiling: Tiling, outputs: tuple[str, ...]) -> str:
+    """PTX of the ring kernel."""
+    return compiled_variant(host.variant(tiling, outputs))[1]
+
+
+def ring_gemm(k: int, rows: int) -> str:
+    """PTX of the ring kernel for this K and M, one matrix."""
+    return ring_of(tiling_for(k, rows), ("bf16",))
 
 
 def compiled_variant(variant: Variant) -> tuple[Variant, str]:
@@ -47,6 +52,7 @@ def compiled_variant(variant: Variant) -> tuple[Variant, str]:
 
 
 def tiling_for(k: int, rows: int) -> Tiling:
+    """Of the rings that a search tries first the one for this M."""
     return next(t for most, t in RING[k].items() if rows <= most)
 
 
@@ -55,15 +61,17 @@ def skinny_gemm(
     ws: Sequence[Tensor],
     outputs: Sequence[str] = ("bf16",),
     *,
+    tiling: Tiling | None = None,
     clusters: int = 1,
     seed: int = 0,
     edit: Edit = str,
     races: bool = False,
 ) -> list[Tensor]:
-    """One launch as `SkinnyGemm` makes it; x and the results in rows apart."""
+    """One launch of the ring kernel, with `tiling_for` or another tiling; x and the
+    results in rows apart."""
     rows, k = x.shape
-    t = tiling_for(k, rows)
-    ptx = ring_gemm(k, rows, tuple(outputs))
+    t = tiling or tiling_for(k, rows)
+    ptx = ring_of(t, tuple(outputs))
     memory = GlobalMemory()
     x = padded(x)
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
