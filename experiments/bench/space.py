@@ -17,6 +17,7 @@ from verify_kernels.skinny_gemm.tiling import (
     SUM_ORDER,
     TOKEN_TILE,
     Tiling,
+    check_k,
 )
 from verify_kernels.skinny_gemm.wide_tiling import GROUP_ROWS, WideTiling
 
@@ -341,11 +342,7 @@ def candidates(
         ValueError: for a K without a fixed order of sums, M outside 1..64, no rows of
             W, or a design that is not there.
     """
-    if k not in SUM_ORDER:
-        raise ValueError(
-            f"k={k}: no order of sums is fixed for it; K is one of "
-            f"{', '.join(map(str, SUM_ORDER))}"
-        )
+    check_k(k)
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"rows={rows}: a step has 1 to {MAX_ROWS} rows")
     if n < 1:

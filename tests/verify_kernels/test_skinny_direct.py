@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.verify_kernels.machine import (
-    Fault,
-    GlobalMemory,
-    launch,
-    tensor_argument,
-)
-from tests.verify_kernels.test_skinny_gemm import bits, check_accuracy, inputs, padded
+from tests.verify_kernels.machine import Fault
+from tests.verify_kernels.machine.kernels import BF16, Outputs, gemm
+from tests.verify_kernels.test_skinny_gemm import bits, check_accuracy, inputs
 from verify_kernels.audit import audit
 from verify_kernels.audit.sass import NoDisassembler, disassemble
 from verify_kernels.common.variant import ARCHITECTURES
@@ -32,71 +27,6 @@ from verify_kernels.skinny_gemm.host import variant
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-
-#: Changes PTX before it runs.
-Edit = Callable[[str], str]
-Outputs = tuple[str, ...]
-BF16: Outputs = ("bf16",)
-
-
-@functools.cache
-def compiled(t: DirectTiling | Tiling, outputs: Outputs) -> str:
-    """A variant's PTX."""
-    with tempfile.TemporaryDirectory() as directory:
-        variant(t, outputs).compile("sm_90a", Path(directory))
-        (ptx,) = Path(directory).glob("*.ptx")
-        return ptx.read_text()
-
-
-def run(
-    t: DirectTiling | Tiling,
-    x: Tensor,
-    ws: Sequence[Tensor],
-    ctas: int,
-    outputs: Outputs = BF16,
-    *,
-    seed: int = 0,
-    edit: Edit = str,
-    finite: bool = True,
-) -> list[Tensor]:
-    """One launch, x and the results in rows apart.
-
-    What is not to be written is NaN and stays so; with ``finite`` all results are
-    finite.
-    """
-    rows = x.shape[0]
-    memory = GlobalMemory()
-    x = padded(x)
-    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    buffers = [
-        torch.full((rows + 1, w.shape[0] + 3), torch.nan, dtype=kinds[o])
-        for w, o in zip(ws, outputs, strict=True)
-    ]
-    ys = [b[:rows, : w.shape[0]] for b, w in zip(buffers, ws, strict=True)]
-    at = memory.add(x, "x", dynamic=True)
-    parameters = [tensor_argument(at, (rows,), x.stride()[:1])]
-    for g, w in enumerate(ws):
-        parameters.append(tensor_argument(memory.add(w, f"w{g}"), w.shape[:1]))
-    for g, y in enumerate(ys):
-        at = memory.add(y, f"y{g}", dynamic=True, writable=True)
-        parameters.append(tensor_argument(at, y.shape, y.stride()[:1]))
-    if isinstance(t, DirectTiling):
-        total = sum(w.shape[0] for w in ws)
-        assert -(-total // ctas) <= t.rows
-        parameters += [np.int32(n).tobytes() for n in (total // ctas, total % ctas)]
-    launch(
-        edit(compiled(t, outputs)),
-        memory,
-        parameters,
-        grid=(ctas, 1, 1),
-        block=(t.threads, 1, 1),
-        shared_bytes=t.shared_bytes,
-        seed=seed,
-    )
-    for buffer, y in zip(buffers, ys, strict=True):
-        assert torch.isfinite(y).all() or not finite
-        assert torch.isnan(buffer[rows]).all() and torch.isnan(buffer[:, -3:]).all()
-    return ys
 
 
 def ring_tiling(k: int, token_tiles: int) -> Tiling:
@@ -107,7 +37,7 @@ def ring_tiling(k: int, token_tiles: int) -> Tiling:
 def ring(k: int, n: int, kind: str, rows: int, output: str) -> Tensor:
     """SkinnyGemmKernel's result, of one CTA, for `inputs`."""
     x, w = inputs(n, k, kind, rows, device="cpu")
-    return run(ring_tiling(k, -(-rows // 8)), x, [w], 1, (output,))[0]
+    return gemm(ring_tiling(k, -(-rows // 8)), x, [w], 1, (output,))[0]
 
 
 #: Tilings, N and CTAs: one shot and rolling, 8 and 16 rows, tokens staged and not,
@@ -148,7 +78,7 @@ def test_right_and_the_bits_of_the_ring_under_every_schedule(
     check_accuracy(wanted, x, w)
     for rows in sorted({1, most // 2 + 1, most}):
         for seed in range(2):
-            (y,) = run(t, x[:rows], [w], ctas, seed=100 * rows + seed)
+            (y,) = gemm(t, x[:rows], [w], ctas, seed=100 * rows + seed)
             assert torch.equal(bits(y), bits(wanted[:rows])), (rows, seed)
 
 
@@ -171,9 +101,9 @@ def test_matrices_of_one_launch_get_the_bits_of_their_own(
     ws = list(w.split([9, 1, 12]))
     other = ring_tiling(t.k, t.token_tiles)
     alone = [
-        run(other, x, [part], 1, (o,))[0] for part, o in zip(ws, outputs, strict=True)
+        gemm(other, x, [part], 1, (o,))[0] for part, o in zip(ws, outputs, strict=True)
     ]
-    for y, right in zip(run(t, x, ws, ctas, outputs), alone, strict=True):
+    for y, right in zip(gemm(t, x, ws, ctas, outputs), alone, strict=True):
         assert torch.equal(bits(y), bits(right))
 
 
@@ -189,9 +119,9 @@ def test_matrices_of_one_launch_get_the_bits_of_their_own(
 def test_a_row_and_a_token_of_nan_stay_alone(t: DirectTiling) -> None:
     """What a lane holds of other rows and tokens reaches no result but theirs."""
     x, w = inputs(21, t.k, rows=5, device="cpu")
-    (right,) = run(t, x, [w], 3)
+    (right,) = gemm(t, x, [w], 3)
     x[3], w[8] = torch.nan, torch.nan
-    (found,) = run(t, x, [w], 3, finite=False)
+    (found,) = gemm(t, x, [w], 3, finite=False)
     assert found[3].isnan().all() and found[:, 8].isnan().all()
     found[3], found[:, 8] = right[3], right[:, 8]
     assert torch.equal(bits(found), bits(right))
@@ -208,16 +138,16 @@ def test_a_kernel_without_its_wait_for_earlier_kernels_is_noticed(staged: int) -
     t = DirectTiling(384, 1, 2, 6, 1, 1, staged)
     x, w = inputs(20, 384, rows=1, device="cpu")
     with pytest.raises(Fault, match=r"a store to y0 before griddepcontrol\.wait"):
-        run(t, x, [w], 2, edit=functools.partial(without, r"griddepcontrol\.wait;"))
+        gemm(t, x, [w], 2, edit=functools.partial(without, r"griddepcontrol\.wait;"))
 
 
 def test_a_kernel_without_its_barrier_is_noticed() -> None:
     t = DirectTiling(384, 1, 2, 6, 1, 2)
     x, w = inputs(20, 384, rows=3, device="cpu")
-    (right,) = run(t, x, [w], 2)
+    (right,) = gemm(t, x, [w], 2)
     edit = functools.partial(without, r"bar\.sync\s+0;")
     found = [
-        run(t, x, [w], 2, seed=seed, edit=edit, finite=False)[0] for seed in range(10)
+        gemm(t, x, [w], 2, seed=seed, edit=edit, finite=False)[0] for seed in range(10)
     ]
     assert any(not torch.equal(bits(y), bits(right)) for y in found)
 

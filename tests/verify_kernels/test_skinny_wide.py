@@ -8,22 +8,16 @@ import dataclasses
 import functools
 import itertools
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.verify_kernels.machine import (
-    Fault,
-    GlobalMemory,
-    launch,
-    tensor_argument,
-)
-from tests.verify_kernels.test_skinny_gemm import bits, check_accuracy, inputs, padded
+from tests.verify_kernels.machine import Fault
+from tests.verify_kernels.machine.kernels import BF16, Edit, Outputs, gemm, gemm_ptx
+from tests.verify_kernels.test_skinny_gemm import bits, check_accuracy, inputs
 from verify_kernels.audit import audit
 from verify_kernels.audit.sass import Instruction, NoDisassembler, disassemble
 from verify_kernels.common.variant import ARCHITECTURES
@@ -33,88 +27,12 @@ from verify_kernels.skinny_gemm.wide_tiling import WideTiling
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-#: Changes PTX before it runs.
-Edit = Callable[[str], str]
-Outputs = tuple[str, ...]
-BF16: Outputs = ("bf16",)
-
-
-@functools.cache
-def compiled(t: WideTiling | Tiling, outputs: Outputs, arch: str = "sm_90a") -> str:
-    """A variant's PTX."""
-    with tempfile.TemporaryDirectory() as directory:
-        variant(t, outputs).compile(arch, Path(directory))
-        (ptx,) = Path(directory).glob("*.ptx")
-        return ptx.read_text()
-
-
-def division(t: WideTiling, rows: int, clusters: int) -> tuple[int, ...]:
-    """What the host part tells the kernel: rows of a cluster, clusters with one more,
-    turns, rows of a block."""
-    run, longer = divmod(rows, clusters)
-    turns = -(-(run + (longer > 0)) // t.turn_rows)
-    return run, longer, turns, run // max(turns * t.row_blocks, 1)
-
-
-def run(
-    t: WideTiling | Tiling,
-    x: Tensor,
-    ws: Sequence[Tensor],
-    clusters: int = 1,
-    outputs: Outputs = BF16,
-    *,
-    seed: int = 0,
-    edit: Edit = str,
-    finite: bool = True,
-    races: bool = False,
-    arch: str = "sm_90a",
-) -> list[Tensor]:
-    """One launch, x and the results in rows apart.
-
-    What is not to be written is NaN and stays so; with ``finite`` all results are
-    finite.
-    """
-    rows = x.shape[0]
-    memory = GlobalMemory()
-    x = padded(x)
-    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    buffers = [
-        torch.full((rows + 1, w.shape[0] + 3), torch.nan, dtype=kinds[o])
-        for w, o in zip(ws, outputs, strict=True)
-    ]
-    ys = [b[:rows, : w.shape[0]] for b, w in zip(buffers, ws, strict=True)]
-    at = memory.add(x, "x", dynamic=True)
-    parameters = [tensor_argument(at, (rows,), x.stride()[:1])]
-    for g, w in enumerate(ws):
-        parameters.append(tensor_argument(memory.add(w, f"w{g}"), w.shape[:1]))
-    for g, y in enumerate(ys):
-        at = memory.add(y, f"y{g}", dynamic=True, writable=True)
-        parameters.append(tensor_argument(at, y.shape, y.stride()[:1]))
-    if isinstance(t, WideTiling):
-        numbers = division(t, sum(w.shape[0] for w in ws), clusters)
-        parameters += [np.int32(n).tobytes() for n in numbers]
-    launch(
-        edit(compiled(t, outputs, arch)),
-        memory,
-        parameters,
-        grid=(clusters * t.cluster, 1, 1),
-        block=(t.threads, 1, 1),
-        cluster=(t.cluster, 1, 1),
-        shared_bytes=t.shared_bytes,
-        seed=seed,
-        races=races,
-    )
-    for buffer, y in zip(buffers, ys, strict=True):
-        assert torch.isfinite(y).all() or not finite
-        assert torch.isnan(buffer[rows]).all() and torch.isnan(buffer[:, -3:]).all()
-    return ys
-
 
 def ring_of(x: Tensor, w: Tensor, output: str = "bf16") -> Tensor:
     """SkinnyGemmKernel's result, 8 tokens a launch."""
     k = w.shape[1]
     t = Tiling(k, cluster=8 if k > 7168 else 1, stages=1, partial_buffers=1)
-    return torch.cat([run(t, part, [w], 1, (output,))[0] for part in x.split(8)])
+    return torch.cat([gemm(t, part, [w], 1, (output,))[0] for part in x.split(8)])
 
 
 def wide(k: int, tiles: int, cluster: int, along: int, groups: int, depth: int,
@@ -163,12 +81,12 @@ def test_right_and_the_bits_of_the_ring(
     """Field case F40: at every M too; "noise" shows any other order of the sums."""
     m = t.tokens - 3
     x, w = inputs(n, t.k, "noise", m, device="cpu")
-    (y,) = run(t, x, [w], clusters, seed=n, races=t.k < 7168, arch=arch)
+    (y,) = gemm(t, x, [w], clusters, seed=n, races=t.k < 7168, arch=arch)
     check_accuracy(y, x, w)
     some = sorted({*range(4), *range(m - 4, m)})
     assert torch.equal(bits(y[some]), bits(ring_of(x[some], w)))
     if t.k < 4000:
-        (alone,) = run(t, x[:1], [w], clusters, seed=n + 1, races=True, arch=arch)
+        (alone,) = gemm(t, x[:1], [w], clusters, seed=n + 1, races=True, arch=arch)
         assert torch.equal(bits(alone), bits(y[:1]))
 
 
@@ -187,7 +105,7 @@ def test_matrices_of_one_launch_get_the_bits_of_their_own(
     x, w = inputs(22, t.k, "outliers", t.tokens - 1, device="cpu")
     ws = list(w.split([9, 1, 12]))
     alone = [ring_of(x, part, o) for part, o in zip(ws, outputs, strict=True)]
-    for y, right in zip(run(t, x, ws, 1, outputs), alone, strict=True):
+    for y, right in zip(gemm(t, x, ws, 1, outputs), alone, strict=True):
         assert torch.equal(bits(y), bits(right))
 
 
@@ -199,9 +117,9 @@ def test_matrices_of_one_launch_get_the_bits_of_their_own(
 def test_a_row_and_a_token_of_nan_stay_alone(t: WideTiling) -> None:
     """What a lane holds of other rows and tokens reaches no result but theirs."""
     x, w = inputs(21, t.k, rows=5, device="cpu")
-    (right,) = run(t, x, [w])
+    (right,) = gemm(t, x, [w])
     x[3], w[8] = torch.nan, torch.nan
-    (found,) = run(t, x, [w], finite=False)
+    (found,) = gemm(t, x, [w], finite=False)
     assert found[3].isnan().all() and found[:, 8].isnan().all()
     found[3], found[:, 8] = right[3], right[:, 8]
     assert torch.equal(bits(found), bits(right))
@@ -211,7 +129,7 @@ def test_a_row_and_a_token_of_nan_stay_alone(t: WideTiling) -> None:
 def unchanged(t: WideTiling, n: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """X, W and the kernel's result."""
     x, w = inputs(n, t.k, rows=rows, device="cpu")
-    return x, w, run(t, x, [w])[0]
+    return x, w, gemm(t, x, [w])[0]
 
 
 def noticed(
@@ -221,7 +139,7 @@ def noticed(
     x, w, right = unchanged(t, n, rows)
     for seed in range(seeds):
         try:
-            (found,) = run(t, x, [w], seed=seed, edit=edit, finite=False, races=races)
+            (found,) = gemm(t, x, [w], seed=seed, edit=edit, finite=False, races=races)
         except Fault:
             return True
         if not torch.equal(bits(found), bits(right)):
@@ -243,7 +161,7 @@ def test_a_kernel_without_its_wait_for_earlier_kernels_is_noticed() -> None:
     t = wide(384, 1, 1, 1, 1, 4)
     x, w = inputs(20, 384, rows=1, device="cpu")
     with pytest.raises(Fault, match=r"a store to y0 before griddepcontrol\.wait"):
-        run(t, x, [w], edit=replaced(r"griddepcontrol\.wait;", 0))
+        gemm(t, x, [w], edit=replaced(r"griddepcontrol\.wait;", 0))
 
 
 #: A wait for a barrier, as the DSL writes it.
@@ -259,8 +177,8 @@ HANDSHAKES = [
 def test_every_wait_is_needed(t: WideTiling, n: int, rows: int) -> None:
     """One a segment for X, one for sums that have come, one for such that have been
     read."""
-    found = len(re.findall(WAIT, compiled(t, BF16), re.S))
-    assert found == t.segments + 2
+    found = len(re.findall(WAIT, gemm_ptx(t, BF16), re.S))
+    assert found == t.slice_segments + 2
     assert all(noticed(t, n, rows, replaced(WAIT, i), 8) for i in range(found))
 
 
@@ -345,7 +263,7 @@ def test_products_of_a_segment_are_under_way_together(tmp_path: Path) -> None:
     products = [n for n in names if "GMMA" in n or n.startswith("WARPGROUP")]
     segment = ["WARPGROUP.ARRIVE", *["HGMMA.64x64x16.F32.BF16"] * (2 * t.chunks)]
     segment.append("WARPGROUP.DEPBAR.LE")
-    assert products == segment * t.segments
+    assert products == segment * t.slice_segments
 
 
 def tilings() -> Iterator[WideTiling]:

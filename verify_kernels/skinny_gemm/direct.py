@@ -35,34 +35,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from verify_kernels.common import ptx
+from verify_kernels.skinny_gemm.device import STREAM, GemmKernel, add, locate
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
 
-#: Weights are read once, so they leave L1 to the tokens.
-STREAM = ".L1::no_allocate.L2::256B"
 
-
-def add(a, b):
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-class DirectGemmKernel:
+class DirectGemmKernel(GemmKernel):
     """One tiling, output types and number of weight matrices, for any N and M.
 
     The grid must have so many CTAs that none gets more than ``tiling.rows`` rows.
     """
 
-    pdl = True
-    early_release = "dependents wait before they read what this kernel stores"
-    kept_shared = ()
-
-    def __init__(self, tiling: DirectTiling, out_dtypes):
-        self.t = tiling
-        self.out_dtypes = out_dtypes
-        self.groups = len(out_dtypes)
-        names = range(self.groups)
-        self.early_loads = tuple(f"w{g}" for g in names)
-        self.parameters = ("x", *self.early_loads, *(f"y{g}" for g in names))
-        self.shared_bytes = tiling.shared_bytes
+    t: DirectTiling
 
     @cute.jit
     def __call__(
@@ -104,7 +87,7 @@ class DirectGemmKernel:
         column = warp * (t.steps * 64) + q * 16
         w_at = [
             (
-                self.locate(ws, first + g + 8 * h) + Int64(column),
+                locate(ws, first + g + 8 * h, t.k) + Int64(column),
                 Int32(g + 8 * h < height),
             )
             for h in range(t.halves)
@@ -135,17 +118,6 @@ class DirectGemmKernel:
             at = warp * (t.warp_parts * t.part_pitch) + 2 * q * t.token_pitch + g
             self.leave(parts, base + 4 * at)
             self.add_parts(ys, ws, base, thread, warp, first, height, m)
-
-    @cute.jit
-    def locate(self, ws, row):
-        """Address of a row of the stacked weights."""
-        address = ws[0].iterator.toint() + Int64(row) * (self.t.k * 2)
-        begin = Int32(ws[0].shape[0])
-        for g in cutlass.range_constexpr(1, self.groups):
-            other = ws[g].iterator.toint() + Int64(row - begin) * (self.t.k * 2)
-            address = cutlass.select_(row >= begin, other, address)
-            begin = begin + ws[g].shape[0]
-        return address
 
     def fetch(self, load, places, step, old=()):
         """32 columns of each row that there is: four words a lane."""

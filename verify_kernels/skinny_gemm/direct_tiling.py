@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verify_kernels.skinny_gemm.tiling import (
-    CHUNK,
-    SUM_ORDER,
     TOKEN_TILE,
+    GemmTiling,
     register_limit,
 )
 
@@ -24,12 +23,10 @@ _OTHER_REGISTERS = 8
 
 
 @dataclass(frozen=True)
-class DirectTiling:
+class DirectTiling(GemmTiling):
     """One way to cut Y[M, N] = X[M, K] W[N, K]^T without a ring.
 
     Attributes:
-        k: columns of X and W.
-        token_tiles: tiles of 8 tokens; M <= 8 * token_tiles.
         halves: 8-row halves of the tensor cores' 16 rows that are used; a CTA has at
             most 8 * halves rows. Of one half the other is zero.
         warps: warps of a CTA; they share the segments of K equally.
@@ -43,8 +40,6 @@ class DirectTiling:
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
     """
 
-    k: int
-    token_tiles: int = 1
     halves: int = 2
     warps: int = 4
     depth: int = 1
@@ -53,11 +48,7 @@ class DirectTiling:
     ctas_per_sm: int = 1
 
     def __post_init__(self) -> None:
-        if self.k not in SUM_ORDER:
-            raise ValueError(
-                f"k={self.k}: no order of sums is fixed for it; K is one of "
-                f"{', '.join(map(str, SUM_ORDER))}"
-            )
+        super().__post_init__()
         if self.token_tiles not in (1, 2, 4, 8):
             raise ValueError(f"token_tiles={self.token_tiles} must be 1, 2, 4 or 8")
         if self.halves not in (1, 2):
@@ -94,20 +85,12 @@ class DirectTiling:
                 f"weights, tokens and sums and has {self.register_limit} in all; lower "
                 "depth, token_chunks, warps or ctas_per_sm"
             )
-        # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
-        if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
-            raise ValueError(
-                f"{self}: needs {self.shared_bytes} bytes of shared memory; lower "
-                "staged, token_tiles or ctas_per_sm, or let each warp have whole slices"
-            )
-
-    @property
-    def slices(self) -> int:
-        return SUM_ORDER[self.k][0]
-
-    @property
-    def slice_segments(self) -> int:
-        return SUM_ORDER[self.k][1]
+        self._check_shared(
+            self.shared_bytes,
+            self.ctas_per_sm,
+            "lower staged, token_tiles or ctas_per_sm, or let each "
+            "warp have whole slices",
+        )
 
     @property
     def segments(self) -> int:
@@ -116,11 +99,6 @@ class DirectTiling:
     @property
     def warp_segments(self) -> int:
         return self.segments // self.warps
-
-    @property
-    def chunks(self) -> int:
-        """Steps of 32 columns in a segment."""
-        return self.k // self.segments // CHUNK
 
     @property
     def steps(self) -> int:
@@ -136,10 +114,6 @@ class DirectTiling:
     def max_tokens(self) -> int:
         """M at most."""
         return self.staged or self.tokens
-
-    @property
-    def tokens(self) -> int:
-        return self.token_tiles * TOKEN_TILE
 
     @property
     def rows(self) -> int:

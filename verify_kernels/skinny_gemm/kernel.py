@@ -31,21 +31,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from verify_kernels.common import ptx
+from verify_kernels.skinny_gemm.device import GemmKernel, add, add_tree, locate, store
 from verify_kernels.skinny_gemm.tiling import ROW_TILE, Tiling
 
 QUADS = ROW_TILE // 4
-
-
-def add(a, b):
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def add_tree(values):
-    """Sum of a list of four-vectors, a power of two of them, in a balanced tree."""
-    while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = [add(a, b) for a, b in pairs]
-    return values[0]
 
 
 def add_in_order(values):
@@ -69,20 +58,11 @@ def places_of_rows(t, g):
     return places
 
 
-class SkinnyGemmKernel:
+class SkinnyGemmKernel(GemmKernel):
     """One tiling, output types and number of weight matrices, for any N and M."""
 
-    pdl = True
-    early_release = "dependents wait before they read what this kernel stores"
-
     def __init__(self, tiling: Tiling, out_dtypes):
-        self.t = tiling
-        self.out_dtypes = out_dtypes
-        self.groups = len(out_dtypes)
-        names = range(self.groups)
-        self.early_loads = tuple(f"w{g}" for g in names)
-        self.parameters = ("x", *self.early_loads, *(f"y{g}" for g in names))
-        self.shared_bytes = tiling.shared_bytes
+        super().__init__(tiling, out_dtypes)
         # X is written once, before it is read: reads of it may be under way when a
         # slot is handed back.
         ring_end = tiling.barrier_bytes + tiling.stages * tiling.stage_bytes
@@ -233,22 +213,11 @@ class SkinnyGemmKernel:
             for row in cutlass.range(valid, unroll=1):
                 ptx.bulk_load(
                     ring + slot * t.stage_bytes + row * t.weight_pitch,
-                    self.locate(ws, start + row) + Int64(column * 2),
+                    locate(ws, start + row, t.k) + Int64(column * 2),
                     width * 2,
                     full + 8 * slot,
                 )
         cute.arch.sync_warp()
-
-    @cute.jit
-    def locate(self, ws, row):
-        """Address of a row of the stacked weights."""
-        address = ws[0].iterator.toint() + Int64(row) * (self.t.k * 2)
-        begin = Int32(ws[0].shape[0])
-        for g in cutlass.range_constexpr(1, self.groups):
-            other = ws[g].iterator.toint() + Int64(row - begin) * (self.t.k * 2)
-            address = cutlass.select_(row >= begin, other, address)
-            begin = begin + ws[g].shape[0]
-        return address
 
     @cute.jit
     def produce(self, ws, tiles, first, last, height, rank, ring, full, empty):
@@ -537,13 +506,4 @@ class SkinnyGemmKernel:
         end = cutlass.min(tile + height, last)
         for e in cutlass.range_constexpr(4):
             if row + e < end:
-                if const_expr(self.groups == 1):
-                    ys[0][token, row + e] = v[e].to(self.out_dtypes[0])
-                else:
-                    start = Int32(0)
-                    for g in cutlass.range_constexpr(self.groups):
-                        n = Int32(ws[g].shape[0])
-                        column = row + e - start
-                        if (column >= 0) & (column < n):
-                            ys[g][token, column] = v[e].to(self.out_dtypes[g])
-                        start = start + n
+                store(ys, ws, self.out_dtypes, token, row + e, v[e])

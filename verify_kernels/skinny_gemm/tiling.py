@@ -46,13 +46,64 @@ def register_limit(threads: int, ctas_per_sm: int) -> int:
     return min(255, 16384 // (32 * warps) // 8 * 8)
 
 
+def check_k(k: int) -> None:
+    """Raise ValueError unless an order of sums is fixed for ``k``."""
+    if k not in SUM_ORDER:
+        raise ValueError(
+            f"k={k}: no order of sums is fixed for it; K is one of "
+            f"{', '.join(map(str, SUM_ORDER))}"
+        )
+
+
 @dataclass(frozen=True)
-class Tiling:
-    """One way to cut Y[M, N] = X[M, K] W[N, K]^T with a ring of weights (`kernel`).
+class GemmTiling:
+    """What the tilings of all designs share.
 
     Attributes:
         k: columns of X and W.
         token_tiles: tiles of 8 tokens; M <= 8 * token_tiles.
+    """
+
+    k: int
+    token_tiles: int = 1
+
+    def __post_init__(self) -> None:
+        check_k(self.k)
+
+    def _check_shared(self, size: int, ctas_per_sm: int, advice: str) -> None:
+        # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
+        if size + 1024 > 228 * 1024 // ctas_per_sm:
+            raise ValueError(f"{self}: needs {size} bytes of shared memory; {advice}")
+
+    @property
+    def slices(self) -> int:
+        return SUM_ORDER[self.k][0]
+
+    @property
+    def slice_segments(self) -> int:
+        """Segments of a slice."""
+        return SUM_ORDER[self.k][1]
+
+    @property
+    def slice_width(self) -> int:
+        """Columns of a slice."""
+        return self.k // self.slices
+
+    @property
+    def chunks(self) -> int:
+        """Steps of 32 columns in a segment."""
+        return self.slice_width // self.slice_segments // CHUNK
+
+    @property
+    def tokens(self) -> int:
+        return self.token_tiles * TOKEN_TILE
+
+
+@dataclass(frozen=True)
+class Tiling(GemmTiling):
+    """One way to cut Y[M, N] = X[M, K] W[N, K]^T with a ring of weights (`kernel`).
+
+    Attributes:
         cluster: CTAs that share K, each with slices / cluster consecutive slices.
         row_tiles: blocks of 16 rows of W that meet the same reads of X.
         stage_rows: rows of a tile at most; the tensor cores' rows past it are idle.
@@ -67,8 +118,6 @@ class Tiling:
             programmatic chain fills its ring while this one still runs.
     """
 
-    k: int
-    token_tiles: int = 1
     cluster: int = 1
     row_tiles: int = 1
     stage_rows: int = 16
@@ -81,11 +130,7 @@ class Tiling:
     ctas_per_sm: int = 1
 
     def __post_init__(self) -> None:
-        if self.k not in SUM_ORDER:
-            raise ValueError(
-                f"k={self.k}: no order of sums is fixed for it; K is one of "
-                f"{', '.join(map(str, SUM_ORDER))}"
-            )
+        super().__post_init__()
         if self.slices % self.cluster or self.local_slices % self.span:
             raise ValueError(
                 f"cluster={self.cluster}, span={self.span}: their product must divide "
@@ -105,38 +150,16 @@ class Tiling:
                 f"cluster={self.cluster} must divide {self.tokens} tokens: each CTA "
                 "finishes the same number of them"
             )
-        # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
-        if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
-            raise ValueError(
-                f"{self}: needs {self.shared_bytes} bytes of shared memory; lower "
-                "stages or span"
-            )
-
-    @property
-    def slices(self) -> int:
-        return SUM_ORDER[self.k][0]
+        self._check_shared(self.shared_bytes, self.ctas_per_sm, "lower stages or span")
 
     @property
     def warps(self) -> int:
-        """Warps that multiply."""
-        return SUM_ORDER[self.k][1]
-
-    @property
-    def tokens(self) -> int:
-        return self.token_tiles * TOKEN_TILE
+        """Warps that multiply, one a segment of a slice."""
+        return self.slice_segments
 
     @property
     def rows(self) -> int:
         return self.row_tiles * ROW_TILE
-
-    @property
-    def slice_width(self) -> int:
-        return self.k // self.slices
-
-    @property
-    def chunks(self) -> int:
-        """Steps of 32 columns in a warp's segment."""
-        return self.slice_width // self.warps // CHUNK
 
     @property
     def local_slices(self) -> int:

@@ -42,27 +42,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from verify_kernels.common import ptx, wgmma
+from verify_kernels.skinny_gemm.device import (
+    STREAM,
+    GemmKernel,
+    add_tree,
+    locate,
+    store,
+)
 from verify_kernels.skinny_gemm.wide_tiling import (
     CHUNK_BYTES,
     TILE_BYTES,
     WARPS,
     WideTiling,
 )
-
-#: Weights are read once, so they leave L1 to the tokens.
-STREAM = ".L1::no_allocate.L2::256B"
-
-
-def add(a, b):
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def add_tree(values):
-    """Sum of a power of two of four-vectors in a balanced tree."""
-    while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = [add(a, b) for a, b in pairs]
-    return values[0]
 
 
 class Place(NamedTuple):
@@ -76,20 +68,11 @@ class Place(NamedTuple):
     cluster: Int32
 
 
-class WideGemmKernel:
+class WideGemmKernel(GemmKernel):
     """One tiling, output types and number of weight matrices, for any N and M."""
 
-    pdl = True
-    early_release = "dependents wait before they read what this kernel stores"
-
     def __init__(self, tiling: WideTiling, out_dtypes):
-        self.t = tiling
-        self.out_dtypes = out_dtypes
-        self.groups = len(out_dtypes)
-        names = range(self.groups)
-        self.early_loads = tuple(f"w{g}" for g in names)
-        self.parameters = ("x", *self.early_loads, *(f"y{g}" for g in names))
-        self.shared_bytes = tiling.shared_bytes
+        super().__init__(tiling, out_dtypes)
         begin = tiling.barrier_bytes
         self.kept_shared = ((begin, begin + tiling.token_bytes),)
 
@@ -283,13 +266,7 @@ class WideGemmKernel:
         addresses = []
         for half in cutlass.range_constexpr(2):
             row = start + place.lane // 4 + 8 * half
-            address = ws[0].iterator.toint() + Int64(row) * (t.k * 2)
-            begin = Int32(ws[0].shape[0])
-            for i in cutlass.range_constexpr(1, self.groups):
-                other = ws[i].iterator.toint() + Int64(row - begin) * (t.k * 2)
-                address = cutlass.select_(row >= begin, other, address)
-                begin = begin + ws[i].shape[0]
-            addresses.append(address + Int64(column * 2))
+            addresses.append(locate(ws, row, t.k) + Int64(column * 2))
         return addresses[0], addresses[1], end - start - place.lane // 4
 
     def load(self, weights, slot, source, chunk, old=False):
@@ -540,17 +517,4 @@ class WideGemmKernel:
             for i in cutlass.range_constexpr(2):
                 token = tile * 8 + place.lane % 4 * 2 + i
                 if (row < end) & (token < m):
-                    self.store_one(ws, ys, token, row, v[2 * half + i])
-
-    @cute.jit
-    def store_one(self, ws, ys, token, row, value):
-        if const_expr(self.groups == 1):
-            ys[0][token, row] = value.to(self.out_dtypes[0])
-        else:
-            begin = Int32(0)
-            for g in cutlass.range_constexpr(self.groups):
-                n = Int32(ws[g].shape[0])
-                column = row - begin
-                if (column >= 0) & (column < n):
-                    ys[g][token, column] = value.to(self.out_dtypes[g])
-                begin = begin + n
+                    store(ys, ws, self.out_dtypes, token, row, v[2 * half + i])

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from verify_kernels.skinny_gemm.tiling import (
     CHUNK,
-    SUM_ORDER,
-    TOKEN_TILE,
+    GemmTiling,
     register_limit,
 )
 
@@ -33,12 +32,10 @@ _OTHER_REGISTERS_ALONE = 28
 
 
 @dataclass(frozen=True)
-class WideTiling:
+class WideTiling(GemmTiling):
     """One way to cut Y[M, N] = X[M, K] W[N, K]^T with warpgroups that own rows.
 
     Attributes:
-        k: columns of X and W.
-        token_tiles: tiles of 8 tokens; M <= 8 * token_tiles.
         cluster: CTAs that share K, each with slices / cluster consecutive slices; they
             share the tiles that are to be finished too.
         warpgroups: along the rows, each with up to 64 rows at a time.
@@ -49,7 +46,6 @@ class WideTiling:
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
     """
 
-    k: int
     token_tiles: int = 2
     cluster: int = 1
     warpgroups: int = 1
@@ -59,11 +55,7 @@ class WideTiling:
     ctas_per_sm: int = 1
 
     def __post_init__(self) -> None:
-        if self.k not in SUM_ORDER:
-            raise ValueError(
-                f"k={self.k}: no order of sums is fixed for it; K is one of "
-                f"{', '.join(map(str, SUM_ORDER))}"
-            )
+        super().__post_init__()
         if self.token_tiles not in (1, 2, 4, 8):
             raise ValueError(f"token_tiles={self.token_tiles} must be 1, 2, 4 or 8")
         if self.cluster < 1 or self.k_groups < 1:
@@ -103,35 +95,14 @@ class WideTiling:
                 f"has {self.registers}; lower depth, warpgroups, k_groups or "
                 "ctas_per_sm"
             )
-        # An SM has 228 KB; a resident CTA takes 1 KB more than it asks for.
-        if self.shared_bytes + 1024 > 228 * 1024 // self.ctas_per_sm:
-            raise ValueError(
-                f"{self}: needs {self.shared_bytes} bytes of shared memory; raise "
-                "cluster or lower token_tiles"
-            )
-
-    @property
-    def slices(self) -> int:
-        return SUM_ORDER[self.k][0]
-
-    @property
-    def segments(self) -> int:
-        """Segments of a slice."""
-        return SUM_ORDER[self.k][1]
+        self._check_shared(
+            self.shared_bytes, self.ctas_per_sm, "raise cluster or lower token_tiles"
+        )
 
     @property
     def slice_chunks(self) -> int:
         """Steps of 32 columns in a slice."""
-        return self.k // self.slices // CHUNK
-
-    @property
-    def chunks(self) -> int:
-        """Steps of 32 columns in a segment."""
-        return self.slice_chunks // self.segments
-
-    @property
-    def tokens(self) -> int:
-        return self.token_tiles * TOKEN_TILE
+        return self.slice_width // CHUNK
 
     @property
     def local_k(self) -> int:

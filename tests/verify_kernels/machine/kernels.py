@@ -20,35 +20,42 @@ from tests.verify_kernels.test_skinny_gemm import padded
 from verify_kernels.attn_res.host import HIDDEN, variant_name
 from verify_kernels.common.variant import Variant, variants
 from verify_kernels.skinny_gemm import host
+from verify_kernels.skinny_gemm.choice import Cut
+from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
 from verify_kernels.skinny_gemm.tiling import Tiling
+from verify_kernels.skinny_gemm.wide_tiling import WideTiling
 
 #: Changes PTX before it runs.
 Edit = Callable[[str], str]
+#: "bf16" or "fp32" for each matrix.
+Outputs = tuple[str, ...]
+BF16: Outputs = ("bf16",)
 
 
 @functools.cache
 def compiled(op: str, name: str) -> tuple[Variant, str]:
     """A variant and its PTX."""
-    return compiled_variant(next(v for v in variants((op,)) if v.name == name))
+    variant = next(v for v in variants((op,)) if v.name == name)
+    return variant, ptx_of(variant)
+
+
+def ptx_of(variant: Variant, arch: str = "sm_90a") -> str:
+    """A variant's PTX."""
+    with tempfile.TemporaryDirectory() as directory:
+        variant.compile(arch, Path(directory))
+        (ptx,) = Path(directory).glob("*.ptx")
+        return ptx.read_text()
 
 
 @functools.cache
-def ring_of(tiling: Tiling, outputs: tuple[str, ...]) -> str:
-    """PTX of the ring kernel."""
-    return compiled_variant(host.variant(tiling, outputs))[1]
+def gemm_ptx(cut: Cut, outputs: Outputs = BF16, arch: str = "sm_90a") -> str:
+    """PTX of a skinny GEMM of any design."""
+    return ptx_of(host.variant(cut, outputs), arch)
 
 
 def ring_gemm(k: int, rows: int) -> str:
     """PTX of the ring kernel for this K and M, one matrix."""
-    return ring_of(tiling_for(k, rows), ("bf16",))
-
-
-def compiled_variant(variant: Variant) -> tuple[Variant, str]:
-    """A variant and its PTX."""
-    with tempfile.TemporaryDirectory() as directory:
-        variant.compile("sm_90a", Path(directory))
-        (ptx,) = Path(directory).glob("*.ptx")
-        return variant, ptx.read_text()
+    return gemm_ptx(tiling_for(k, rows))
 
 
 def tiling_for(k: int, rows: int) -> Tiling:
@@ -56,29 +63,46 @@ def tiling_for(k: int, rows: int) -> Tiling:
     return next(t for most, t in RING[k].items() if rows <= most)
 
 
-def skinny_gemm(
+def division(cut: Cut, rows: int, clusters: int) -> tuple[int, ...]:
+    """What the host part tells the kernel: rows of a cluster and clusters with one
+    more; a wide one also turns and rows of a block; a ring nothing."""
+    run, longer = divmod(rows, clusters)
+    if isinstance(cut, DirectTiling):
+        assert run + (longer > 0) <= cut.rows
+        return run, longer
+    if isinstance(cut, WideTiling):
+        turns = -(-(run + (longer > 0)) // cut.turn_rows)
+        return run, longer, turns, run // max(turns * cut.row_blocks, 1)
+    return ()
+
+
+def gemm(
+    cut: Cut,
     x: Tensor,
     ws: Sequence[Tensor],
-    outputs: Sequence[str] = ("bf16",),
-    *,
-    tiling: Tiling | None = None,
     clusters: int = 1,
+    outputs: Outputs = BF16,
+    *,
     seed: int = 0,
     edit: Edit = str,
+    finite: bool = True,
     races: bool = False,
+    arch: str = "sm_90a",
 ) -> list[Tensor]:
-    """One launch of the ring kernel, with `tiling_for` or another tiling; x and the
-    results in rows apart."""
-    rows, k = x.shape
-    t = tiling or tiling_for(k, rows)
-    ptx = ring_of(t, tuple(outputs))
+    """One launch of a skinny GEMM of any design, x and the results in rows apart.
+
+    What is not to be written is NaN and stays so; with ``finite`` all results are
+    finite.
+    """
+    rows = x.shape[0]
     memory = GlobalMemory()
     x = padded(x)
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    ys = [
-        torch.full((rows, w.shape[0] + 3), torch.nan, dtype=kinds[o])[:, :-3]
+    buffers = [
+        torch.full((rows + 1, w.shape[0] + 3), torch.nan, dtype=kinds[o])
         for w, o in zip(ws, outputs, strict=True)
     ]
+    ys = [b[:rows, : w.shape[0]] for b, w in zip(buffers, ws, strict=True)]
     at = memory.add(x, "x", dynamic=True)
     parameters = [tensor_argument(at, (rows,), x.stride()[:1])]
     for g, w in enumerate(ws):
@@ -86,18 +110,48 @@ def skinny_gemm(
     for g, y in enumerate(ys):
         at = memory.add(y, f"y{g}", dynamic=True, writable=True)
         parameters.append(tensor_argument(at, y.shape, y.stride()[:1]))
+    numbers = division(cut, sum(w.shape[0] for w in ws), clusters)
     launch(
-        edit(ptx),
+        edit(gemm_ptx(cut, outputs, arch)),
         memory,
-        parameters,
-        grid=(clusters * t.cluster, 1, 1),
-        block=(t.threads, 1, 1),
-        cluster=(t.cluster, 1, 1),
-        shared_bytes=t.shared_bytes,
+        parameters + [np.int32(n).tobytes() for n in numbers],
+        grid=(clusters * cut.cluster, 1, 1),
+        block=(cut.threads, 1, 1),
+        cluster=(cut.cluster, 1, 1),
+        shared_bytes=cut.shared_bytes,
         seed=seed,
         races=races,
     )
+    for buffer, y in zip(buffers, ys, strict=True):
+        assert torch.isfinite(y).all() or not finite
+        assert torch.isnan(buffer[rows]).all() and torch.isnan(buffer[:, -3:]).all()
     return ys
+
+
+def skinny_gemm(
+    x: Tensor,
+    ws: Sequence[Tensor],
+    outputs: Sequence[str] = BF16,
+    *,
+    tiling: Tiling | None = None,
+    clusters: int = 1,
+    seed: int = 0,
+    edit: Edit = str,
+    races: bool = False,
+) -> list[Tensor]:
+    """One launch of the ring kernel, with `tiling_for` or another tiling."""
+    cut = tiling or tiling_for(x.shape[1], x.shape[0])
+    return gemm(
+        cut,
+        x,
+        ws,
+        clusters,
+        tuple(outputs),
+        seed=seed,
+        edit=edit,
+        finite=False,
+        races=races,
+    )
 
 
 def attn_res(
