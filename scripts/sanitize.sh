@@ -39,13 +39,6 @@ declare -A PLANTED=(
 # verdict and shown under it; it does not fail the run.
 known() {
   case "$1 $2 $3" in
-    "racecheck"*" SkinnyGemmKernel "*"| Warning: Race reported between"*)
-      # SASS at the two addresses (k7168, cluster of 8, one exchange buffer): SYNCS.EXCH,
-      # the mbarrier.init of sums_full, and SYNCS.ARRIVE.TRANS64, its first
-      # arrive.expect_tx. One elected thread does both, with a fence between; ptxas
-      # issues the first from the uniform datapath, and the tool counts it for another
-      # lane of the warp. Only a Warning is excused, which is a hazard within a warp.
-      echo "mbarrier.init and arrive.expect_tx of one elected thread" ;;
     "racecheck-bulk SkinnyGemmKernel "*)
       # The tool takes a raw cp.async.bulk for a write by the thread that issues it, and
       # does not take the mbarrier it completes on (other warps try_wait for it, in a

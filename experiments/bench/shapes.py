@@ -22,7 +22,9 @@ from experiments.byte_model import (
     VOCAB,
 )
 
+#: Sizes that are measured by default, and all that the kernels have shapes for.
 TENSOR_PARALLEL = (8, 16, 1)
+SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -85,12 +87,12 @@ def projections(tp: int) -> list[Projection]:
     sharded by their rows.
 
     Raises:
-        ValueError: unless tp is 1, 8 or 16.
+        ValueError: for a tp that is not one of `SIZES`.
     """
-    if tp not in TENSOR_PARALLEL:
+    if tp not in SIZES:
         raise ValueError(
-            f"tp={tp}: use {', '.join(map(str, sorted(TENSOR_PARALLEL)))}, the sizes "
-            "the kernels have shapes for"
+            f"tp={tp}: use {', '.join(map(str, SIZES))}, the sizes the kernels have "
+            "shapes for"
         )
     width = HEADS * HEAD_DIM // tp
     dense, shared = DENSE_INTERMEDIATE // tp, SHARED_INTERMEDIATE // tp

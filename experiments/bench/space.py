@@ -28,12 +28,32 @@ H200: Held = {1: 132, 2: 66, 4: 30, 8: 15}
 
 _PAIR = {"ctas_per_sm": 2}
 _DEEP = {"cluster": 8, "exchange_buffers": 2, "reducers": 3}
+#: K for which no ring and no split of direct warps was ever timed.
+UNSEARCHED = frozenset({64, 192, 256, 512, 1056, 3072, 8448, 16896})
 _RING: dict[int, dict[int, dict[str, int]]] = {
+    64: {
+        8: {"row_tiles": 4, "stage_rows": 64, "stages": 2} | _PAIR,
+        16: {"row_tiles": 4, "stage_rows": 64, "stages": 2, "held_tiles": 2} | _PAIR,
+        32: {"row_tiles": 2, "stage_rows": 32, "held_tiles": 4},
+        64: {"held_tiles": 8, "reducers": 2},
+    },
     128: {
         8: {"row_tiles": 4, "stage_rows": 64, "stages": 2} | _PAIR,
         16: {"row_tiles": 4, "stage_rows": 64, "stages": 2, "held_tiles": 2} | _PAIR,
         32: {"row_tiles": 2, "stage_rows": 32, "held_tiles": 4},
         64: {"held_tiles": 8, "reducers": 2},
+    },
+    192: {
+        8: {"row_tiles": 2, "stage_rows": 28, "stages": 3} | _PAIR,
+        16: {"row_tiles": 2, "stage_rows": 28, "stages": 3, "held_tiles": 2} | _PAIR,
+        32: {"held_tiles": 4, "stages": 6, "reducers": 2},
+        64: {"held_tiles": 8, "stages": 4, "reducers": 3},
+    },
+    256: {
+        8: {"row_tiles": 2, "stage_rows": 28, "stages": 3} | _PAIR,
+        16: {"row_tiles": 2, "stage_rows": 28, "stages": 3, "held_tiles": 2} | _PAIR,
+        32: {"held_tiles": 4, "stages": 6, "reducers": 2},
+        64: {"held_tiles": 8, "stages": 4, "reducers": 3},
     },
     384: {
         8: {"row_tiles": 2, "stage_rows": 28, "stages": 3} | _PAIR,
@@ -41,11 +61,22 @@ _RING: dict[int, dict[int, dict[str, int]]] = {
         32: {"held_tiles": 4, "stages": 6, "reducers": 2},
         64: {"held_tiles": 8, "stages": 4, "reducers": 3},
     },
+    512: {
+        8: {"stage_rows": 14, "stages": 4, "partial_buffers": 4} | _PAIR,
+        16: {"stage_rows": 14, "stages": 3, "held_tiles": 2} | _PAIR,
+        32: {"held_tiles": 4, "stages": 5, "reducers": 2},
+        64: {"held_tiles": 4, "stages": 3, "partial_buffers": 1, "reducers": 3},
+    },
     768: {
         8: {"stage_rows": 14, "stages": 4, "partial_buffers": 4} | _PAIR,
         16: {"stage_rows": 14, "stages": 3, "held_tiles": 2} | _PAIR,
         32: {"held_tiles": 4, "stages": 5, "reducers": 2},
         64: {"held_tiles": 4, "stages": 3, "partial_buffers": 1, "reducers": 3},
+    },
+    1056: {
+        8: {"stages": 4},
+        16: {"held_tiles": 2, "stages": 3, "reducers": 2},
+        32: {"held_tiles": 2, "stages": 2, "reducers": 2},
     },
     1536: {
         8: {"stages": 3} | _PAIR,
@@ -58,6 +89,13 @@ _RING: dict[int, dict[int, dict[str, int]]] = {
         8: {"cluster": 2, "span": 1, "stages": 4},
         16: {"cluster": 2, "held_tiles": 2, "stages": 3, "reducers": 2},
         32: {"cluster": 2, "held_tiles": 2, "stages": 2, "exchange_buffers": 2},
+    },
+    3072: {
+        8: {"cluster": 2, "span": 2, "stages": 3},
+        16: {"cluster": 4, "held_tiles": 2, "stages": 5, "reducers": 2},
+        32: {"cluster": 4, "held_tiles": 4, "stages": 4, "reducers": 2},
+        64: {"cluster": 4, "held_tiles": 4, "stages": 3, "exchange_buffers": 2}
+        | {"reducers": 3},
     },
     3584: {
         8: {"cluster": 2, "span": 2, "stages": 3},
@@ -84,11 +122,20 @@ _RING: dict[int, dict[int, dict[str, int]]] = {
         32: {"held_tiles": 4, "stages": 5} | _DEEP,
         64: {"held_tiles": 4, "stages": 3} | _DEEP,
     },
+    8448: {
+        8: {"cluster": 4, "stages": 4},
+        16: {"cluster": 8, "held_tiles": 2, "stages": 4, "reducers": 2},
+        32: {"held_tiles": 2, "stages": 3} | _DEEP,
+    },
     12288: {
         2: {"cluster": 4, "stages": 4},
         8: {"cluster": 8, "stages": 4},
         16: {"held_tiles": 2, "stages": 3} | _DEEP | {"reducers": 2},
         32: {"held_tiles": 3, "stages": 3} | _DEEP,
+    },
+    16896: {
+        8: {"cluster": 8, "stages": 3},
+        16: {"cluster": 8, "held_tiles": 2, "stages": 2, "reducers": 2},
     },
     33792: {
         8: {"cluster": 8, "stages": 1},
@@ -97,7 +144,8 @@ _RING: dict[int, dict[int, dict[str, int]]] = {
     },
 }
 #: K -> {M at most: ring}, the best of a search through the ring's constants alone (one
-#: H200, 2026-11-29); where M ends early, X and sums of more rows do not fit.
+#: H200, 2026-11-29), but for the K of `UNSEARCHED`, whose rings are the like of those
+#: of the nearest K; where M ends early, X and sums of more rows do not fit.
 RING = {
     k: {
         rows: Tiling(k, token_tiles=-(-rows // TOKEN_TILE), **fields)
@@ -122,24 +170,34 @@ SMALL_RUN = 3 * ROW_TILE
 #: K -> (warps, depth) of direct kernels: each warp has 1 to 8 segments and asks for all
 #: of them or a part at once. Against every split that fits, with up to 4 CTAs an SM,
 #: these lost 1.8 % at most at 250 points (H200, M = 1 to 16, programmatic and plain).
-#: For K = 6144, 12288 and 33792 other splits were not tried: these are the like of
-#: those of 7168 and 4224.
+#: For K = 6144, 12288, 33792 and `UNSEARCHED` other splits were not tried: these are
+#: the like of those of the nearest K.
 DIRECT: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((2, 1), (1, 2)),
     128: ((4, 1), (2, 2), (1, 4)),
+    192: ((6, 1), (3, 2)),
+    256: ((4, 1), (2, 2)),
     384: ((6, 1), (3, 2)),
+    512: ((4, 1), (2, 2)),
     768: ((6, 1), (3, 2)),
+    1056: ((11, 1),),
     1536: ((12, 1), (6, 2), (6, 1)),
     2112: ((22, 1), (11, 2)),
+    3072: ((24, 1), (12, 2), (12, 1)),
     3584: ((28, 1), (14, 2), (14, 1)),
     4224: ((22, 2), (22, 1), (11, 4), (11, 2)),
     6144: ((24, 2), (16, 3), (12, 4), (12, 2)),
     7168: ((28, 2), (28, 1), (14, 2), (7, 2)),
+    8448: ((22, 2), (22, 1), (11, 4), (11, 2)),
     12288: ((24, 2), (24, 1), (16, 1), (12, 2)),
+    16896: ((22, 1), (11, 2), (11, 1)),
     33792: ((32, 1), (24, 1), (16, 1), (12, 1)),
 }
 #: M up to which direct kernels are tried. At 16 rings are faster by a tenth and more at
-#: K = 7168: each CTA reads all tokens for 16 rows at most. At K = 128 that is little.
+#: K = 7168: each CTA reads all tokens for 16 rows at most. Up to `SMALL_K` that is
+#: little.
 DIRECT_ROWS = 16
+SMALL_K = 128
 #: M up to which their tokens may be staged in shared memory: one tile.
 STAGED_ROWS = TOKEN_TILE
 #: M from which wide kernels are tried: below, tensor cores are idle in any design.
@@ -256,8 +314,8 @@ def _staged(cut: DirectTiling, rows: int) -> DirectTiling | None:
 
 def _direct(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
     """Direct kernels. Below M = 8 those that do not stage their tokens were faster at
-    K = 128 alone."""
-    small = k == min(SUM_ORDER)
+    K = 128 alone, the smallest that was timed."""
+    small = k <= SMALL_K
     if rows > DIRECT_ROWS and not small:
         return
     for cut in _direct_cuts(k, rows):

@@ -12,7 +12,12 @@ and the same table again from the recorded lines, without a GPU:
     python -m experiments.bench.tune --from tune.jsonl \\
         --write verify_kernels/skinny_gemm/choices.json
 
-What was not measured keeps its entry in the package's table.
+What was not measured keeps its entry in the package's table, and entries that were
+written by hand (``choices_unmeasured.json``) end where measured ones begin: for widths
+that no GPU has timed,
+
+    python -m experiments.bench.tune --tp 2,4,32 --shape o_proj shared_down dense_down \
+        --audit --out tune.jsonl --write verify_kernels/skinny_gemm/choices.json
 """
 
 from __future__ import annotations
@@ -295,7 +300,7 @@ def _list(tasks: Sequence[Task], log: Log) -> None:
 def _write(
     path: Path, lines: Sequence[results.Line], options: argparse.Namespace, log: Log
 ) -> None:
-    earlier = () if options.fresh else shipped.table()
+    earlier = () if options.fresh else shipped.measured()
     refuse = functools.partial(audited, workers=options.workers)
     text, said = table.rebuilt(
         lines,

@@ -138,8 +138,18 @@ def test_equal_shapes_are_measured_once() -> None:
     assert (down.label, down.aliases) == ("shared_down@8", ("o_proj@16",))
     with pytest.raises(ValueError, match="shape='gate'"):
         shapes.select(names=["gate"])
-    with pytest.raises(ValueError, match="tp=4"):
-        shapes.projections(4)
+    with pytest.raises(ValueError, match="tp=3"):
+        shapes.projections(3)
+
+
+def test_every_size_has_shapes_that_are_a_share_of_the_whole() -> None:
+    """Weights times TP are the whole model's: row or column parallel, nothing lost; f_a
+    and the latent parts of qkv_a_g are on every rank."""
+    whole = {s.name: s for s in shapes.projections(1)}
+    for tp in shapes.SIZES:
+        for share in shapes.projections(tp):
+            if share.name not in ("in_proj", "qkv_a_g"):
+                assert tp * share.weight_bytes == whole[share.name].weight_bytes
 
 
 def test_rotation_and_graph_length(

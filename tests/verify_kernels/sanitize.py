@@ -41,6 +41,7 @@ GEMMS: tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
     (768, (160,), (2,), (1, 9, 33)),
     (7168, (160,), (2,), (1, 9, 33)),
     (7168, (20, 60, 80), (4, 2, 2), (9,)),
+    (512, (40,), (4,), (1, 9)),
 )
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -97,17 +98,17 @@ def gemms() -> None:
     print("sanitize: launched", *sorted(launched), flush=True)
 
 
-def residuals() -> None:
+def residuals(hidden: int) -> None:
     """Block write, mix of two blocks, norm."""
-    prefix, delta, blocks = normal(3, 7168), normal(3, 7168), normal(3, 3, 7168)
-    weights = [normal(7168) for _ in range(3)]
+    prefix, delta, blocks = normal(3, hidden), normal(3, hidden), normal(3, 3, hidden)
+    weights = [normal(hidden) for _ in range(3)]
     choice = {"num_blocks": 2, "write_block": 2}
     exact, _ = attn_res_reference.attn_res(
         prefix.clone(), delta, blocks.clone(), *weights, **choice
     )
     on_gpu = [t.cuda() for t in (prefix, delta, blocks, *weights)]
-    out = torch.full((3, 7168), torch.nan, dtype=torch.bfloat16).cuda()
-    near("attn_res", attn_res(*on_gpu, out, **choice), exact)
+    out = torch.full((3, hidden), torch.nan, dtype=torch.bfloat16).cuda()
+    near(f"attn_res of {hidden}", attn_res(*on_gpu, out, **choice), exact)
 
 
 def prefetches() -> None:
@@ -141,7 +142,8 @@ def main(fault: str, only: bool) -> None:
     torch.manual_seed(0)
     if not only:
         gemms()
-        residuals()
+        residuals(7168)
+        residuals(512)
         prefetches()
         torch.cuda.synchronize()
         print("sanitize: results are right", flush=True)

@@ -12,22 +12,29 @@ import torch
 from torch import Tensor
 
 from verify_kernels.attn_res import attn_res, reference
-from verify_kernels.attn_res.host import FORMS, HIDDEN, variant_name
+from verify_kernels.attn_res.host import FORMS, Form, variant_name
 
+#: Kimi K3's hidden size, and that of a tiny model.
+HIDDEN, TINY = 7168, 512
+CASES = [(hidden, form) for hidden, forms in FORMS.items() for form in forms]
 EPS, OUTPUT_EPS = 1e-5, 3e-5
 LAYERS, BLOCK_LAYERS = 93, 12
 KINDS = ("plain", "outliers", "ties", "sharp")
 
 
-def name_of(form: tuple[int, str, bool, bool]) -> str:
-    return variant_name(*form).removeprefix(f"h{HIDDEN}_")
+def name_of(value: object) -> str:
+    """Of a form, without the hidden size, or of a hidden size."""
+    if isinstance(value, tuple):
+        return variant_name(0, *value).removeprefix("h0_")
+    return str(value)
 
 
 def inputs(
-    form: tuple[int, str, bool, bool],
+    form: Form,
     rows: int,
     kind: str = "plain",
     *,
+    hidden: int = HIDDEN,
     seed: int = 0,
     device: str = "cuda",
 ) -> dict[str, Any]:
@@ -47,15 +54,17 @@ def inputs(
         return view
 
     growth = torch.linspace(0.3, 3, 8, device=device)[:, None]
-    prefix, delta = 3 * normal(rows, HIDDEN), normal(rows, HIDDEN)
-    blocks = growth * normal(rows, 8, HIDDEN)
+    prefix, delta = 3 * normal(rows, hidden), normal(rows, hidden)
+    blocks = growth * normal(rows, 8, hidden)
+    # A score is of order 2.5 whatever the hidden size is.
+    query = 0.03 * (HIDDEN / hidden) ** 0.5
     weights = {
-        "norm_weight": 1 + 0.3 * normal(HIDDEN),
-        "query_weight": 0.03 * normal(HIDDEN),
-        "output_norm_weight": 1 + 0.3 * normal(HIDDEN),
+        "norm_weight": 1 + 0.3 * normal(hidden),
+        "query_weight": query * normal(hidden),
+        "output_norm_weight": 1 + 0.3 * normal(hidden),
     }
     if kind == "outliers":
-        for channel in (0, 5, 1023, 1024, 4000, HIDDEN - 1):
+        for channel in {0, 5, *(c for c in (255, 1023, 1024, 4000) if c < hidden)}:
             blocks[..., channel] *= 300
             prefix[:, channel] *= 300
     elif kind == "ties":
@@ -90,10 +99,10 @@ def fresh(arguments: dict[str, Any], rows: slice = slice(None)) -> dict[str, Any
 
 def run(arguments: dict[str, Any], **more: Any) -> Tensor:
     """The kernel, into an output full of NaN whose rows are not adjacent."""
-    rows = arguments["prefix"].shape[0]
-    buffer = arguments["prefix"].new_full((rows, HIDDEN + 8), torch.nan)
-    out = attn_res(**arguments, out=buffer[:, :HIDDEN], **more)
-    assert torch.isnan(buffer[:, HIDDEN:]).all()
+    rows, hidden = arguments["prefix"].shape
+    buffer = arguments["prefix"].new_full((rows, hidden + 8), torch.nan)
+    out = attn_res(**arguments, out=buffer[:, :hidden], **more)
+    assert torch.isnan(buffer[:, hidden:]).all()
     return out
 
 
@@ -128,13 +137,11 @@ def elementwise_bound(arguments: dict[str, Any], exact: Tensor) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS, ids=name_of)
-def test_every_form_against_the_reference(
-    form: tuple[int, str, bool, bool], kind: str
-) -> None:
+@pytest.mark.parametrize(("hidden", "form"), CASES, ids=name_of)
+def test_every_form_against_the_reference(hidden: int, form: Form, kind: str) -> None:
     """Error at most twice that of fp32 torch, every element in its bound, and the
     prefix, the written block and the untouched blocks exact."""
-    arguments = inputs(form, 5, kind)
+    arguments = inputs(form, 5, kind, hidden=hidden)
     expected = fresh(arguments)
     exact, prefix = reference.attn_res(**expected)
     plain, _ = reference.attn_res(**fresh(arguments), compute=torch.float32)
@@ -151,20 +158,22 @@ def test_every_form_against_the_reference(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "form",
+    ("hidden", "form"),
     [
-        (4, "add", False, True),
-        (8, "add", False, True),
-        (7, "add", True, True),
-        (5, "restart", False, True),
-        (0, "keep", True, True),
-        (8, "add", False, False),
+        (HIDDEN, (4, "add", False, True)),
+        (HIDDEN, (8, "add", False, True)),
+        (HIDDEN, (7, "add", True, True)),
+        (HIDDEN, (5, "restart", False, True)),
+        (HIDDEN, (0, "keep", True, True)),
+        (HIDDEN, (8, "add", False, False)),
+        (HIDDEN, (1, "add", False, False)),
+        *((TINY, form) for form in FORMS[TINY]),
     ],
     ids=name_of,
 )
-def test_rows_do_not_depend_on_batch_mates(form: tuple[int, str, bool, bool]) -> None:
+def test_rows_do_not_depend_on_batch_mates(hidden: int, form: Form) -> None:
     """Field case F40: each row alone and the first M of 64 for every M, bit for bit."""
-    arguments = inputs(form, 64, "outliers", seed=1)
+    arguments = inputs(form, 64, "outliers", hidden=hidden, seed=1)
     whole = fresh(arguments)
     together = run(whole)
     assert torch.isfinite(together).all()
@@ -178,9 +187,13 @@ def test_rows_do_not_depend_on_batch_mates(form: tuple[int, str, bool, bool]) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-def test_a_thousand_repeats_with_another_stream_busy(pdl: bool) -> None:
+@pytest.mark.parametrize(("hidden", "blocks"), [(HIDDEN, 8), (TINY, 2)])
+def test_a_thousand_repeats_with_another_stream_busy(
+    hidden: int, blocks: int, pdl: bool
+) -> None:
     """Same bits each time, M cycling, while another stream fills the GPU."""
-    arguments = inputs((8, "add", False, True), 64, "outliers", seed=2)
+    form = (blocks, "add", False, True)
+    arguments = inputs(form, 64, "outliers", hidden=hidden, seed=2)
     expected = run(fresh(arguments), pdl=False)
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)
     calls = {m: fresh(arguments, slice(0, m)) for m in sizes}
@@ -201,20 +214,23 @@ def test_a_thousand_repeats_with_another_stream_busy(pdl: bool) -> None:
     assert int(wrong) == 0
 
 
-def layers_of_the_model(rows: int) -> list[dict[str, Any]]:
-    """The mixes of layers 10 .. 25: two block boundaries, sharing prefix and blocks."""
-    base = inputs((8, "add", False, True), rows, seed=3)
-    base["blocks"][:, 1:] = torch.nan
+def layers_of_the_model(
+    rows: int, hidden: int, layers: range, block: int
+) -> list[dict[str, Any]]:
+    """The mixes of some layers, ``block`` of them a block, sharing prefix and blocks;
+    of the blocks those before the first layer are there."""
+    base = inputs((8, "add", False, True), rows, hidden=hidden, seed=3)
+    base["blocks"][:, -(-layers[0] // block) :] = torch.nan
     base["prefix"] = base["prefix"].clone()
     generator = torch.Generator("cuda").manual_seed(4)
     calls = []
-    for layer in range(10, 26):
-        before = -(-layer // BLOCK_LAYERS)
-        starts = layer % BLOCK_LAYERS == 0
+    for layer in layers:
+        before = -(-layer // block)
+        starts = layer % block == 0
         for mlp in (False, True):
-            delta = torch.randn(rows, HIDDEN, generator=generator, device="cuda")
+            delta = torch.randn(rows, hidden, generator=generator, device="cuda")
             change = {
-                "delta": delta.bfloat16(),
+                "delta": delta.bfloat16() if layer or mlp else None,
                 "num_blocks": before + (starts and mlp),
                 "write_block": before if starts and not mlp else None,
                 "restart": starts and mlp,
@@ -225,11 +241,18 @@ def layers_of_the_model(rows: int) -> list[dict[str, Any]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_dependent_launches_give_the_bits_of_plain_ones(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "layers", "block"),
+    [(HIDDEN, range(10, 26), BLOCK_LAYERS), (TINY, range(4), 2)],
+)
+def test_dependent_launches_give_the_bits_of_plain_ones(
+    hidden: int, layers: range, block: int, rows: int
+) -> None:
     """Each kernel releases the next at entry, which reads what this one still writes:
-    prefix and blocks. 100 graph replays of 32 chained mixes with programmatic launch
-    equal the same chain launched plainly, and the reference's prefix."""
-    calls = layers_of_the_model(rows)
+    prefix and blocks. 100 graph replays of chained mixes, of 16 layers over two block
+    boundaries or of a whole tiny model, with programmatic launch equal the same chain
+    launched plainly, and the reference's prefix."""
+    calls = layers_of_the_model(rows, hidden, layers, block)
     prefix, blocks = calls[0]["prefix"], calls[0]["blocks"]
     start, saved = prefix.clone(), blocks.clone()
     outs = [torch.empty_like(prefix) for _ in calls]
@@ -297,21 +320,31 @@ def test_rows_far_apart_in_memory() -> None:
     assert torch.equal(bits(far["blocks"]), bits(near["blocks"]))
 
 
-def cpu(form: tuple[int, str, bool, bool] = (2, "add", False, True)) -> dict[str, Any]:
+def cpu(form: Form = (2, "add", False, True)) -> dict[str, Any]:
     return inputs(form, 3, device="cpu")
 
 
-def test_forms_are_those_of_the_model() -> None:
-    """Every mix of the 93 layers has a form, and there is none besides, but for the
-    last mix, whose norm vLLM applies on its own: it exists with and without."""
-    needed = {(8, "add", False, True), (8, "add", False, False)}
-    for layer in range(LAYERS):
-        before = -(-layer // BLOCK_LAYERS)
-        starts = layer % BLOCK_LAYERS == 0
+def mixes(layers: int, block: int) -> set[Form]:
+    """Every mix of a model, the last with the norm that follows and without."""
+    last = -(-layers // block)
+    needed: set[Form] = {(last, "add", False, True), (last, "add", False, False)}
+    for layer in range(layers):
+        before = -(-layer // block)
+        starts = layer % block == 0
         needed.add((before, "add" if layer else "keep", starts, True))
         needed.add((before + starts, "restart" if starts else "add", False, True))
-    assert set(FORMS) == needed
-    assert len({variant_name(*form) for form in FORMS}) == len(FORMS)
+    return needed
+
+
+def test_forms_are_those_of_the_models() -> None:
+    """Every mix of the 93 layers has a form, and of every model with fewer of them;
+    there is none besides. The tiny model's four layers, two a block, have theirs, and
+    one writes a third block."""
+    cut = [mixes(layers, BLOCK_LAYERS) for layers in range(1, LAYERS + 1)]
+    assert set(FORMS[HIDDEN]) == set().union(*cut)
+    tiny = [mixes(layers, 2) for layers in range(1, 5)]
+    assert set(FORMS[TINY]) == set().union(*tiny) | {(2, "add", True, True)}
+    assert len({variant_name(h, *form) for h, form in CASES}) == len(CASES)
 
 
 def test_no_rows_and_no_device() -> None:
@@ -333,11 +366,20 @@ WIDE = torch.zeros(3, HIDDEN + 8, dtype=torch.bfloat16)
         ({"write_block": 3}, "write_block is 3 with num_blocks 2"),
         ({"write_block": 1}, "write_block is 1 with num_blocks 2"),
         ({"delta": None, "restart": True}, "restart is True without delta"),
-        ({"delta": None}, "num_blocks 2, update 'keep'.*Kimi K3 has no such mix"),
-        ({"output_norm_weight": None}, "output norm off"),
+        ({"delta": None}, "num_blocks 2, update 'keep'.*no model of hidden size 7168"),
+        ({"output_norm_weight": None, "write_block": 2}, "write_block 2, .* norm off"),
+        (inputs((3, "add", False, True), 3, hidden=TINY, device="cpu"), "size 512 has"),
         ({"prefix": torch.zeros(65, HIDDEN)}, "prefix has 65 rows; at most 64"),
         ({"prefix": torch.zeros(3, HIDDEN)}, "prefix is torch.float32"),
-        ({"prefix": WIDE[:, :1024]}, r"prefix is torch.bfloat16 \(3, 1024\)"),
+        (
+            {"prefix": WIDE[:, :1024]},
+            r"prefix is \(3, 1024\); it must be \[M, H\] with H one of 7168, 512",
+        ),
+        ({"prefix": WIDE[0, :HIDDEN]}, r"prefix is \(7168,\); it must be \[M, H\]"),
+        (
+            {"prefix": WIDE[:, :TINY]},
+            r"delta is torch.bfloat16 \(3, 7168\).*\(3, 512\)",
+        ),
         ({"delta": WIDE[:2, :HIDDEN]}, r"delta is torch.bfloat16 \(2, 7168\)"),
         ({"blocks": WIDE[:, None, :HIDDEN]}, r"blocks is \(3, 1, 7168\).*at least 2"),
         ({"blocks": WIDE[:, :HIDDEN]}, r"blocks is \(3, 7168\)"),

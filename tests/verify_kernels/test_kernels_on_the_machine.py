@@ -16,6 +16,7 @@ from tests.verify_kernels import test_skinny_gemm as skinny_tests
 from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
 from tests.verify_kernels.machine.kernels import attn_res, compiled, skinny_gemm
 from verify_kernels.attn_res import reference as attn_res_reference
+from verify_kernels.attn_res.host import FORMS, Form
 from verify_kernels.prefetch.host import PIECE, pieces
 from verify_kernels.skinny_gemm.tiling import Tiling
 
@@ -88,19 +89,20 @@ def test_skinny_gemm_with_three_matrices_in_one_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("hidden", "form"),
     [
-        (0, "keep", True, True),
-        (2, "add", True, True),
-        (3, "restart", False, True),
-        (8, "add", False, False),
+        (7168, (0, "keep", True, True)),
+        (7168, (2, "add", True, True)),
+        (7168, (3, "restart", False, True)),
+        (7168, (8, "add", False, False)),
+        *((512, form) for form in FORMS[512]),
     ],
     ids=attn_res_tests.name_of,
 )
 def test_attn_res_is_right_and_bit_equal_under_every_schedule(
-    form: tuple[int, str, bool, bool],
+    hidden: int, form: Form
 ) -> None:
-    arguments = attn_res_tests.inputs(form, 2, device="cpu")
+    arguments = attn_res_tests.inputs(form, 2, hidden=hidden, device="cpu")
     expected = attn_res_tests.fresh(arguments)
     exact, prefix = attn_res_reference.attn_res(**expected)
     bound = attn_res_tests.elementwise_bound(arguments, exact)

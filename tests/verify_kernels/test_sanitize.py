@@ -109,18 +109,11 @@ def test_planted_faults_and_listed_false_positives_pass(tmp_path: Path) -> None:
     assert output.count("and Read access at SkinnyGemmKernel+0x7a0 [248 hazards]") == 2
 
 
-def test_a_warning_of_the_ring_is_listed_and_not_more(tmp_path: Path) -> None:
-    """The first use of a barrier by the lane that made it; errors are not excused."""
-    log = GOOD["racecheck"] + warning(GEMM)
-    status, found, output = verdicts(GOOD | {"racecheck": log}, tmp_path)
-    assert status == 0 and "1 known false positives" in found["racecheck"], output
-    assert "arrive.expect_tx of one elected thread" in output
-
-
 @pytest.mark.parametrize(
     ("run", "log", "verdict", "shown"),
     [
         ("racecheck", GOOD["racecheck"] + warning(ATTN), "FAIL", "AttnResKernel | "),
+        ("racecheck", GOOD["racecheck"] + warning(GEMM), "FAIL", "SkinnyGemmKernel | "),
         ("memcheck", GOOD["memcheck"] + invalid(GEMM), "FAIL", "SkinnyGemmKernel | "),
         ("memcheck", GOOD["memcheck"] + CRASH, "FAIL", "? | Error: process didn't"),
         ("memcheck", HEAD + DONE + TAIL, "UNPROVED", ""),
@@ -134,6 +127,7 @@ def test_a_warning_of_the_ring_is_listed_and_not_more(tmp_path: Path) -> None:
     ],
     ids=[
         "warning",
+        "warning-of-the-ring",
         "address",
         "crash",
         "silent",

@@ -12,7 +12,7 @@ import pytest
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.skinny_gemm import choice, host
-from verify_kernels.skinny_gemm.choice import Choice, Outputs
+from verify_kernels.skinny_gemm.choice import Choice, Entry, Outputs
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
 from verify_kernels.skinny_gemm.wide_tiling import WideTiling
@@ -43,6 +43,7 @@ def test_every_k_has_kernels() -> None:
     assert {k for k, _, _ in KINDS} == set(SUM_ORDER)
     assert all(("bf16",) in choice.outputs_of(k) for k in SUM_ORDER)
     assert {("fp32",), ("fp32", "bf16", "bf16")} <= set(choice.outputs_of(7168))
+    assert ("fp32",) in choice.outputs_of(512)
 
 
 @pytest.mark.parametrize(("k", "outputs", "pdl"), KINDS)
@@ -90,7 +91,9 @@ def test_the_grid_follows_from_the_run_or_from_the_device() -> None:
 
 
 @pytest.mark.parametrize(("k", "outputs", "pdl"), KINDS)
-def test_the_nearest_measured_size_decides(k: int, outputs: Outputs, pdl: bool) -> None:
+def test_the_nearest_size_of_the_table_decides(
+    k: int, outputs: Outputs, pdl: bool
+) -> None:
     same = [e for e in choice.table() if (e.k, e.outputs, e.pdl) == (k, outputs, pdl)]
     sizes = {e.n for e in same}
 
@@ -121,17 +124,62 @@ def test_an_empty_weight_has_choices() -> None:
     )
 
 
-def test_no_kernel_is_shipped_in_vain() -> None:
-    path = resources.files("verify_kernels.skinny_gemm").joinpath("choices.json")
-    content = json.loads(path.read_text())
-    cuts = [choice.cut_of(cut) for cut in content["cuts"]]
+def text_of(name: str) -> str:
+    return resources.files("verify_kernels.skinny_gemm").joinpath(name).read_text()
+
+
+@pytest.mark.parametrize("name", ["choices.json", "choices_unmeasured.json"])
+def test_no_cut_is_listed_in_vain(name: str) -> None:
+    text = text_of(name)
+    cuts = [choice.cut_of(cut) for cut in json.loads(text)["cuts"]]
     assert len(set(cuts)) == len(cuts)
-    used = {entry.choice.cut for entry in choice.table()}
-    assert used == set(cuts)
+    assert {entry.choice.cut for entry in choice.entries_of(text)} == set(cuts)
+
+
+def test_what_is_not_measured_says_so() -> None:
+    """Its file names no GPU, and for each K a measured one, whose designs it has, M for
+    M, where that one has the M."""
+    text = text_of("choices_unmeasured.json")
+    entries, table = choice.entries_of(text), json.loads(text)
+    assert "measured" not in table and "gpu" not in text
+    assert "NVIDIA H200" in json.loads(text_of("choices.json"))["measured"]["gpu"]
+    known = {e.k for e in choice.measured()}
+    like = {int(k): other for k, other in table["like"].items()}
+    assert like.keys() == {e.k for e in entries} >= set(SUM_ORDER) - known
+    assert set(like.values()) <= known
+    assert set(choice.unmeasured()) <= set(entries)
+    for e in entries:
+        same = [m for m in choice.measured() if (m.k, m.rows) == (like[e.k], e.rows)]
+        designs = {choice.design_of(m.choice.cut) for m in same}
+        assert not designs or choice.design_of(e.choice.cut) in designs, e
+
+
+def test_a_measured_entry_ends_the_unmeasured_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of its K, outputs and launch mode, and of no others."""
+    cut = DirectTiling(512, halves=1, warps=4)
+    new = Entry(512, 99, ("bf16",), True, 8, Choice(cut, 5))
+    before = choice.unmeasured()
+    caches = (choice.unmeasured, choice.table, choice.outputs_of)
+    monkeypatch.setattr(choice, "measured", lambda: (new,))
+    try:
+        for cache in caches:
+            cache.cache_clear()
+        assert choice.choices(512, 7, ("bf16",), True) == {8: Choice(cut, 5)}
+        ended = [e for e in before if (e.k, e.outputs, e.pdl) == (512, ("bf16",), True)]
+        assert ended and set(choice.unmeasured()) == set(before) - set(ended)
+        assert choice.outputs_of(512) == (("bf16",), ("fp32",))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def test_no_kernel_is_shipped_in_vain() -> None:
     kernels = choice.kernels()
     assert len(set(kernels)) == len(kernels)
     assert set(kernels) == {(e.choice.cut, e.outputs) for e in choice.table()}
-    # Each is reached by the weight it was measured for.
+    # Each is reached by the weight of its entry.
     for e in choice.table():
         assert choice.choices(e.k, e.n, e.outputs, e.pdl)[e.rows] == e.choice
 
@@ -169,7 +217,7 @@ def test_a_choice_cannot_ask_for_more_than_its_kernel_holds() -> None:
         Choice(Tiling(7168, cluster=4), -1)
     held = Choice(cut, 8)
     assert held.name == f"{cut.name}@8"
-    assert choice.Entry(7168, 768, ("bf16",), True, 4, held).rows == 4
+    assert Entry(7168, 768, ("bf16",), True, 4, held).rows == 4
     for rows in (0, 5):
         with pytest.raises(ValueError, match=f"rows={rows}: {cut.name} serves 1 to 4"):
-            choice.Entry(7168, 768, ("bf16",), True, rows, held)
+            Entry(7168, 768, ("bf16",), True, rows, held)

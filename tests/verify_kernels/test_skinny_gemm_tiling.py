@@ -14,12 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.bench.shapes import SIZES, projections
 from experiments.bench.space import RING
 from verify_kernels.skinny_gemm import SkinnyGemm, choice, host
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
 
-#: Columns of every bf16 projection of Kimi K3 at TP 1, 8 and 16.
-MODEL_WIDTHS = {7168, 128, 12288, 1536, 768, 6144, 384, 3584, 33792, 4224, 2112}
+#: Columns of every bf16 projection of Kimi K3 at TP 1 to 32, and of a tiny model.
+MODEL_WIDTHS = {shape.k for tp in SIZES for shape in projections(tp)}
+TINY_WIDTHS = {512, 256, 128, 64}
 #: Rings that are tried first, and those that are shipped.
 ALL = list(
     dict.fromkeys(
@@ -37,7 +39,8 @@ def name_of(tiling: Tiling) -> str:
 
 
 def test_every_width_of_the_model_has_an_order_and_rings() -> None:
-    assert set(SUM_ORDER) == set(RING) == MODEL_WIDTHS
+    assert set(SUM_ORDER) == set(RING) == MODEL_WIDTHS | TINY_WIDTHS
+    assert {16896, 8448, 3072, 1056, 192} < MODEL_WIDTHS
     for k, by_rows in RING.items():
         assert list(by_rows) == sorted(by_rows)
         for rows, tiling in by_rows.items():
@@ -297,7 +300,7 @@ def test_shared_memory_accesses_meet_every_bank_once(tiling: Tiling) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"k": 1024}, "k=1024: no order of sums is fixed for it; K is one of 128, 384"),
+        ({"k": 1024}, "k=1024: no order of sums is fixed for it; K is one of 64, 128,"),
         ({"cluster": 3}, "cluster=3, span=1: their product must divide the 8 slices"),
         ({"k": 768, "cluster": 2}, "cluster=2, span=1: .* the 1 slices of K 768"),
         ({"cluster": 4, "span": 4}, "cluster=4, span=4: .* the 8 slices of K 7168"),
@@ -392,6 +395,35 @@ def test_rows_are_cut_into_launches_that_cover_them_once(
 def test_nothing_is_launched_for_no_weights(launches: Launches) -> None:
     gemm = SkinnyGemm(768)
     gemm(Rows(0, 3), torch.empty(0, 768), [Rows(0, 3)])  # type: ignore
+    bound = host.BoundGemm(gemm._launches(Rows.device, 0), [], True, True)
+    bound(Rows(0, 3), Rows(0, 3))  # type: ignore
+    assert launches.seen == []
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(("k", "n"), [(7168, 448), (33792, 7168), (16896, 7168)])
+def test_what_is_bound_launches_what_a_call_does(
+    k: int, n: int, pdl: bool, launches: Launches
+) -> None:
+    """One launch, or several where rows are cut; more than 64 are refused, and so are
+    other rows of an output that is cut."""
+    gemm = SkinnyGemm(k, pdl=pdl)
+    w = torch.empty(n, 0)
+    bound = host.BoundGemm(gemm._launches(Rows.device, n), [w], True, pdl)
+    for m in range(65):
+        launches.seen.clear()
+        gemm(Rows(0, m), w, [Rows(0, m)])  # type: ignore
+        wanted = list(launches.seen)
+        launches.seen.clear()
+        bound(Rows(0, m), Rows(0, m))  # type: ignore[arg-type]
+        assert launches.seen == wanted
+        assert len(wanted) == -(-m // max(choice.choices(k, n, ("bf16",), pdl)))
+    launches.seen.clear()
+    with pytest.raises(ValueError, match="x has 65 rows; at most 64"):
+        bound(Rows(0, 65), Rows(0, 65))  # type: ignore[arg-type]
+    if max(choice.choices(k, n, ("bf16",), pdl)) < 64:
+        with pytest.raises(ValueError, match="out has 63 rows and x 64; give it 64"):
+            bound(Rows(0, 64), Rows(0, 63))  # type: ignore[arg-type]
     assert launches.seen == []
 
 

@@ -298,7 +298,7 @@ def test_parts_and_shares_are_all_of_k_and_all_tiles() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"k": 1024}, "k=1024: no order of sums is fixed for it; K is one of 128, 384"),
+        ({"k": 1024}, "k=1024: no order of sums is fixed for it; K is one of 64, 128,"),
         ({"k": 768, "token_tiles": 3}, "token_tiles=3 must be 1, 2, 4 or 8"),
         (
             {"k": 1536, "cluster": 2, "k_groups": 2},

@@ -222,7 +222,7 @@ def test_every_wait_of_attn_res_is_needed(wait: str) -> None:
     arguments = attn_res_tests.inputs(form, 1, device="cpu")
     right = attn_res(form, arguments)
     pattern = re.compile(wait, re.S)
-    ptx = compiled("attn_res", variant_name(*form))[1]
+    ptx = compiled("attn_res", variant_name(7168, *form))[1]
     assert pattern.search(ptx)
     for number in range(len(pattern.findall(ptx))):
         edit = replaced(pattern, number, "")

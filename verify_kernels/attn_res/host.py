@@ -13,33 +13,41 @@ from torch import Tensor
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant, cached, device_arch
 
-HIDDEN = 7168
 MAX_BLOCKS = 8
 #: H200: 4 CTAs of 128 threads on an SM hold a step of 64 rows at once, so 128 each.
 MAX_REGISTERS = 128
 
-#: (num_blocks, update, write, norm) of every mix of Kimi K3: before attention and
+#: (num_blocks, update, write, norm).
+Form = tuple[int, str, bool, bool]
+#: Every mix of Kimi K3 and of models with fewer of its layers: before attention and
 #: before the MLP inside a block of layers; before attention where a block starts (the
 #: embedding is block 0 and nothing was added to it); before the MLP there; the last,
-#: whose norm vLLM applies on its own.
-FORMS: tuple[tuple[int, str, bool, bool], ...] = (
+#: whose norm vLLM applies on its own or not.
+_MIXES: tuple[Form, ...] = (
     *((n, "add", False, True) for n in range(1, MAX_BLOCKS + 1)),
     *((n, "add", True, True) for n in range(1, MAX_BLOCKS)),
     (0, "keep", True, True),
     *((n, "restart", False, True) for n in range(1, MAX_BLOCKS + 1)),
-    (MAX_BLOCKS, "add", False, False),
+    *((n, "add", False, False) for n in range(1, MAX_BLOCKS + 1)),
 )
+#: Hidden size -> its mixes: Kimi K3's, and those of a tiny model of at most two blocks.
+FORMS: dict[int, tuple[Form, ...]] = {
+    7168: _MIXES,
+    512: tuple(form for form in _MIXES if form[0] <= 2),
+}
 
 
-def variant_name(num_blocks: int, update: str, write: bool, norm: bool) -> str:
+def variant_name(
+    hidden: int, num_blocks: int, update: str, write: bool, norm: bool
+) -> str:
     """Name of a form; says all that its kernel is made from."""
     return (
-        f"h{HIDDEN}_n{num_blocks}_{update}"
+        f"h{hidden}_n{num_blocks}_{update}"
         f"_{'write' if write else 'nowrite'}_{'norm' if norm else 'nonorm'}"
     )
 
 
-def _arguments(update: str, norm: bool) -> Sequence[Any]:
+def _arguments(hidden: int, update: str, norm: bool) -> Sequence[Any]:
     """Fake arguments: M, the row strides and the saved blocks are open."""
     import cutlass
     import cutlass.cute as cute
@@ -52,15 +60,15 @@ def _arguments(update: str, norm: bool) -> Sequence[Any]:
         return rt.make_fake_tensor(cutlass.BFloat16, shape, stride, assumed_align=16)
 
     def matrix() -> Any:
-        return fake(rows, HIDDEN)
+        return fake(rows, hidden)
 
     return (
         matrix(),
         None if update == "keep" else matrix(),
-        fake(rows, cute.sym_int(), HIDDEN),
-        fake(HIDDEN),
-        fake(HIDDEN),
-        fake(HIDDEN) if norm else None,
+        fake(rows, cute.sym_int(), hidden),
+        fake(hidden),
+        fake(hidden),
+        fake(hidden) if norm else None,
         matrix(),
         cutlass.Float32(0.0),
         cutlass.Float32(0.0),
@@ -76,19 +84,20 @@ def variants() -> list[Variant]:
     return [
         Variant(
             op="attn_res",
-            name=variant_name(*form),
-            kernel=AttnResKernel(HIDDEN, *form),
-            arguments=functools.partial(_arguments, form[1], form[3]),
+            name=variant_name(hidden, *form),
+            kernel=AttnResKernel(hidden, *form),
+            arguments=functools.partial(_arguments, hidden, form[1], form[3]),
             max_registers=MAX_REGISTERS,
             max_shared_bytes=2048,
         )
-        for form in FORMS
+        for hidden, forms in FORMS.items()
+        for form in forms
     ]
 
 
 @functools.cache
-def _compiled(device: int, *form: Any) -> Callable[..., None]:
-    name = variant_name(*form)
+def _compiled(device: int, hidden: int, *form: Any) -> Callable[..., None]:
+    name = variant_name(hidden, *form)
     variant = next(v for v in variants() if v.name == name)
     return cached(variant, device_arch(device))
 
@@ -111,12 +120,13 @@ def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _form(
+    hidden: int,
     delta: Tensor | None,
     num_blocks: int,
     write_block: int | None,
     restart: bool,
     norm: bool,
-) -> tuple[int, str, bool, bool]:
+) -> Form:
     """The compiled form that a call asks for, or ValueError."""
     if not 0 <= num_blocks <= MAX_BLOCKS:
         raise ValueError(f"num_blocks is {num_blocks}; it must be 0 to {MAX_BLOCKS}")
@@ -129,11 +139,12 @@ def _form(
         raise ValueError("restart is True without delta; give the new prefix as delta")
     update = "keep" if delta is None else "restart" if restart else "add"
     form = (num_blocks, update, write_block is not None, norm)
-    if form not in FORMS:
+    if form not in FORMS[hidden]:
         raise ValueError(
             f"num_blocks {num_blocks}, update '{update}', write_block {write_block}, "
-            f"output norm {'on' if norm else 'off'}: Kimi K3 has no such mix and no "
-            "kernel is compiled for it; verify_kernels.attn_res.reference computes it"
+            f"output norm {'on' if norm else 'off'}: no model of hidden size {hidden} "
+            "has such a mix and no kernel is compiled for it; "
+            "verify_kernels.attn_res.reference computes it"
         )
     return form
 
@@ -161,14 +172,15 @@ def attn_res(
     on its own data only.
 
     Args:
-        prefix: bf16 [M, 7168], M = 0 .. 64; replaced by the new prefix in place.
-        delta: bf16 [M, 7168], the sublayer's output before, or None to add nothing.
-        blocks: bf16 [M, B, 7168], B >= num_blocks, and more to write; blocks
+        prefix: bf16 [M, H], M = 0 .. 64, H 7168 or 512; replaced by the new prefix in
+            place.
+        delta: bf16 [M, H], the sublayer's output before, or None to add nothing.
+        blocks: bf16 [M, B, H], B >= num_blocks, and more to write; blocks
             0 .. num_blocks - 1 are read.
-        norm_weight, query_weight: bf16 [7168]; static, read before earlier kernels end.
-        output_norm_weight: bf16 [7168] of the RMSNorm that follows, static, or None to
+        norm_weight, query_weight: bf16 [H]; static, read before earlier kernels end.
+        output_norm_weight: bf16 [H] of the RMSNorm that follows, static, or None to
             skip it.
-        out: bf16 [M, 7168], or None to allocate it; on a decode path pass it. It may
+        out: bf16 [M, H], or None to allocate it; on a decode path pass it. It may
             not share memory with another argument.
         num_blocks: N, the saved blocks that are mixed.
         write_block: N to save the new prefix as block N, or None.
@@ -181,32 +193,37 @@ def attn_res(
 
     Raises:
         ValueError: for a dtype, shape, stride or device that does not fit, more than 64
-            rows, or a combination that K3 does not have (see `FORMS`). Nothing is
-            written then.
+            rows, a hidden size that is not compiled, or a combination that a model of
+            this size does not have (see `FORMS`). Nothing is written then.
     """
     norm = output_norm_weight is not None
-    form = _form(delta, num_blocks, write_block, restart, norm)
-    rows = prefix.shape[0]
+    if prefix.dim() != 2 or prefix.shape[1] not in FORMS:
+        raise ValueError(
+            f"prefix is {tuple(prefix.shape)}; it must be [M, H] with H one of "
+            f"{', '.join(map(str, FORMS))}, for which kernels are compiled"
+        )
+    rows, hidden = prefix.shape
+    form = _form(hidden, delta, num_blocks, write_block, restart, norm)
     if rows > MAX_ROWS:
         raise ValueError(
             f"prefix has {rows} rows; at most {MAX_ROWS}: split the step or use "
             "another kernel for prefill"
         )
-    matrix = (rows, HIDDEN)
+    matrix = (rows, hidden)
     _check_rows("prefix", prefix, matrix)
     if delta is not None:
         _check_rows("delta", delta, matrix)
     needed = num_blocks + form[2]
     if blocks.dim() != 3 or blocks.shape[1] < needed:
         raise ValueError(
-            f"blocks is {tuple(blocks.shape)}; it must be [{rows}, B, {HIDDEN}] with B "
+            f"blocks is {tuple(blocks.shape)}; it must be [{rows}, B, {hidden}] with B "
             f"at least {needed}"
         )
-    _check_rows("blocks", blocks, (rows, blocks.shape[1], HIDDEN))
-    _check_rows("norm_weight", norm_weight, (HIDDEN,))
-    _check_rows("query_weight", query_weight, (HIDDEN,))
+    _check_rows("blocks", blocks, (rows, blocks.shape[1], hidden))
+    _check_rows("norm_weight", norm_weight, (hidden,))
+    _check_rows("query_weight", query_weight, (hidden,))
     if output_norm_weight is not None:
-        _check_rows("output_norm_weight", output_norm_weight, (HIDDEN,))
+        _check_rows("output_norm_weight", output_norm_weight, (hidden,))
     if out is not None:
         _check_rows("out", out, matrix)
     device = prefix.device
@@ -232,7 +249,7 @@ def attn_res(
             f"prefix is on {device}; the kernel needs a CUDA device: move the tensors "
             "there or use verify_kernels.attn_res.reference"
         )
-    _compiled(device.index, *form)(
+    _compiled(device.index, hidden, *form)(
         prefix,
         delta,
         blocks,

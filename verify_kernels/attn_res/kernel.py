@@ -2,11 +2,11 @@
 """Attention residuals, one launch: prefix update, block write, mix, RMSNorm.
 
 A cluster of H / 1024 CTAs owns one token, a CTA 1024 columns of it, a thread 8 columns
-of every source, which it reads once, all reads in flight together. The sums over H then
-cross the cluster twice:
+of every source, which it reads once, all reads in flight together; an H below 1024 has
+one CTA with fewer warps. The sums over H then cross the cluster twice:
 
     scores      every thread has (sum wn wq v_i, sum v_i^2) over its columns. Warps add
-                theirs by halving exchanges, the CTA adds its four warps, and sends the
+                theirs by halving exchanges, the CTA adds its warps, and sends the
                 result to every CTA, which adds the CTAs' in rank order
     output      the sum of h^2, sent by each warp to every CTA, added in the same order
 
@@ -25,12 +25,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from verify_kernels.common import ptx
 
-WARPS = 4
-THREADS = 32 * WARPS
+#: Threads of a CTA at most.
+THREADS = 128
 #: Columns of a thread: 16 bytes.
 VECTOR = 8
-#: Columns of a CTA.
-SLICE = THREADS * VECTOR
 #: H200: 64 rows are 448 CTAs, 3.4 an SM, and all should be resident at once.
 CTAS_PER_SM = 4
 LOG2_E = 1.4426950408889634
@@ -46,6 +44,14 @@ def floats(words):
     return [x for word in words for x in halves(word)]
 
 
+def add_tree(values):
+    """Sum of two or four values, in a balanced tree."""
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [a + b for a, b in pairs]
+    return values[0]
+
+
 def sizes(count):
     """How many of ``count`` values a lane holds before and after each of five steps."""
     found = [count]
@@ -58,7 +64,7 @@ class AttnResKernel:
     """One block count and one way of updating the prefix, for any number of rows.
 
     Args:
-        hidden: H, a multiple of 1024 up to 8192.
+        hidden: H, 512 or a multiple of 1024 up to 8192.
         num_blocks: N, saved blocks that are mixed.
         update: "keep" the prefix, "add" delta to it, or "restart" it as delta.
         write: save the new prefix as block N.
@@ -72,7 +78,11 @@ class AttnResKernel:
         self, hidden: int, num_blocks: int, update: str, write: bool, norm: bool
     ):
         self.hidden = hidden
-        self.ctas = hidden // SLICE
+        self.threads = min(THREADS, hidden // VECTOR)
+        self.warps = self.threads // 32
+        #: Columns of a CTA.
+        self.slice = self.threads * VECTOR
+        self.ctas = hidden // self.slice
         self.num_blocks = num_blocks
         self.update = update
         self.write = write
@@ -90,9 +100,9 @@ class AttnResKernel:
         self.quads = (self.values + 3) // 4
         self.pitch = 16 * self.quads
         self.own_sums = 16
-        self.all_sums = self.own_sums + WARPS * self.pitch
+        self.all_sums = self.own_sums + self.warps * self.pitch
         self.all_squares = self.all_sums + self.ctas * self.pitch
-        self.shared_bytes = self.all_squares + self.ctas * 4 * WARPS
+        self.shared_bytes = self.all_squares + self.ctas * 4 * self.warps
 
     @cute.jit
     def __call__(
@@ -121,7 +131,7 @@ class AttnResKernel:
             output_norm_eps,
         ).launch(
             grid=[self.ctas, prefix.shape[0], 1],
-            block=[THREADS, 1, 1],
+            block=[self.threads, 1, 1],
             cluster=[self.ctas, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
@@ -155,12 +165,12 @@ class AttnResKernel:
             if const_expr(self.num_blocks > 0):
                 self.expect(scores_full, self.ctas * self.pitch)
             if const_expr(self.norm):
-                self.expect(squares_full, self.ctas * 4 * WARPS)
+                self.expect(squares_full, self.ctas * 4 * self.warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
-        at = Int64(2 * SLICE) * rank + 2 * VECTOR * thread
+        at = Int64(2 * self.slice) * rank + 2 * VECTOR * thread
         # Not `load_weights_128`: ptxas moves a .nc load down past the wait.
         if const_expr(self.num_blocks > 0):
             norm_words = ptx.load_global_128(norm_weight.iterator.toint() + at)
@@ -214,15 +224,16 @@ class AttnResKernel:
                 squares = squares + h[j] * h[j]
             squares = cute.arch.warp_reduction_sum(squares)
             lane = cute.arch.lane_idx()
-            slot = base + self.all_squares + 4 * (rank * WARPS + thread // 32)
+            slot = base + self.all_squares + 4 * (rank * self.warps + thread // 32)
             if lane < self.ctas:
                 ptx.store_remote_f32(slot, squares, squares_full, lane)
             scale = floats(scale_words)
             ptx.wait_cluster(squares_full, 0)
             everything = Float32(0.0)
+            load = ptx.load_shared_f32x4 if self.warps == 4 else ptx.load_shared_f32x2
             for r in cutlass.range_constexpr(self.ctas):
-                q = ptx.load_shared_f32x4(base + self.all_squares, 4 * WARPS * r)
-                everything = everything + ((q[0] + q[1]) + (q[2] + q[3]))
+                of_warps = load(base + self.all_squares, 4 * self.warps * r)
+                everything = everything + add_tree(of_warps)
             spread = self.rsqrt_mean(everything, output_norm_eps)
             h = [x * spread * w for x, w in zip(h, scale, strict=True)]
         ptx.store_global_128(self.row(out, row) + at, self.pack(h))
@@ -277,9 +288,9 @@ class AttnResKernel:
         if (peer < self.ctas) & (quad < self.quads):
             parts = [
                 ptx.load_shared_f32x4(own + 16 * quad, w * self.pitch)
-                for w in range(WARPS)
+                for w in range(self.warps)
             ]
-            total = [(a + b) + (c + d) for a, b, c, d in zip(*parts, strict=True)]
+            total = [add_tree(of_warps) for of_warps in zip(*parts, strict=True)]
             there = base + self.all_sums + rank * self.pitch + 16 * quad
             ptx.store_remote_f32x4(there, total, base, peer)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves a shape: read from ``choices.json``, which was measured.
+"""Which kernel serves a shape: read from a measured table and one that is not.
 
 Three designs compute the same sums in the same order (`tiling.SUM_ORDER`), so every
 choice gives the same bits; it is about speed, and about few kernels to compile:
@@ -9,7 +9,11 @@ choice gives the same bits; it is about speed, and about few kernels to compile:
     direct  weights straight into registers, a CTA a few rows: the shortest launch
     wide    warpgroups own rows and X stays in shared memory: many tokens
 
-``choices.json`` is written by ``python -m experiments.bench.tune --write``.
+``choices.json`` was measured and is written by ``python -m experiments.bench.tune
+--write``. ``choices_unmeasured.json`` was written by hand for widths of K that no GPU
+has timed yet, each like a measured K that it names: right, but not the fastest that
+could be. Its entries for a K, outputs and launch mode end where ``choices.json`` has
+any.
 """
 
 from __future__ import annotations
@@ -77,14 +81,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Entry:
-    """What served one shape best.
+    """What serves one shape.
 
     Attributes:
         k, n: columns and rows of W, all matrices of a launch together.
         outputs: "bf16" or "fp32" for each matrix.
         pdl: in a chain of programmatic launches, or of plain ones.
         rows: measured at this M; serves every M down to the next smaller entry's.
-        choice: the winner.
+        choice: the fastest, or of an unmeasured entry one that is likely to be fast.
 
     Raises:
         ValueError: no rows, or more than the choice serves in one launch.
@@ -112,7 +116,7 @@ def design_of(cut: Cut) -> str:
 
 
 def spell(cut: Cut) -> dict[str, Any]:
-    """A cut as ``choices.json`` has it."""
+    """A cut as the tables have it."""
     return {"design": design_of(cut), **vars(cut)}
 
 
@@ -133,7 +137,7 @@ def cut_of(spelled: Mapping[str, Any]) -> Cut:
 
 
 def entries_of(text: str) -> tuple[Entry, ...]:
-    """Every entry of a text like that of ``choices.json``.
+    """Every entry of a table's text.
 
     Raises:
         ValueError: an entry cannot be served as it says.
@@ -146,11 +150,31 @@ def entries_of(text: str) -> tuple[Entry, ...]:
     )
 
 
+def _shipped(name: str) -> tuple[Entry, ...]:
+    return entries_of(resources.files(__package__).joinpath(name).read_text())
+
+
+@functools.cache
+def measured() -> tuple[Entry, ...]:
+    """Every entry of ``choices.json``."""
+    return _shipped("choices.json")
+
+
+@functools.cache
+def unmeasured() -> tuple[Entry, ...]:
+    """The entries of ``choices_unmeasured.json`` that no measured one replaces."""
+    known = {(e.k, e.outputs, e.pdl) for e in measured()}
+    return tuple(
+        e
+        for e in _shipped("choices_unmeasured.json")
+        if (e.k, e.outputs, e.pdl) not in known
+    )
+
+
 @functools.cache
 def table() -> tuple[Entry, ...]:
-    """Every entry of ``choices.json``."""
-    path = resources.files(__package__).joinpath("choices.json")
-    return entries_of(path.read_text())
+    """Every entry that may serve a shape."""
+    return measured() + unmeasured()
 
 
 def kernels() -> list[tuple[Cut, Outputs]]:
@@ -167,16 +191,16 @@ def outputs_of(k: int) -> tuple[Outputs, ...]:
 def choices(k: int, n: int, outputs: Outputs, pdl: bool) -> dict[int, Choice]:
     """The choices for one weight, by the M they serve at most, ascending.
 
-    Those of the measured N nearest to n, by ratio. A larger M than the last is cut into
-    launches.
+    Those of the N in the table nearest to n, by ratio. A larger M than the last is cut
+    into launches.
 
     Raises:
-        KeyError: nothing is measured for this k and these outputs.
+        KeyError: there is no kernel for this k and these outputs.
     """
     found = [e for e in table() if (e.k, e.outputs, e.pdl) == (k, outputs, pdl)]
     if not found:
         mode = "programmatic" if pdl else "plain"
-        raise KeyError(f"nothing is measured for k={k}, outputs={outputs}, {mode}")
+        raise KeyError(f"no kernel for k={k}, outputs={outputs}, {mode}")
     nearest = min({e.n for e in found}, key=lambda m: (abs(math.log(m / max(n, 1))), m))
     same = sorted((e for e in found if e.n == nearest), key=lambda e: e.rows)
     return {e.rows: e.choice for e in same}

@@ -144,15 +144,20 @@ class SkinnyGemmKernel(GemmKernel):
                 self.init(sums_full, t.exchange_buffers, 1)
                 self.init(sums_free, t.exchange_buffers, t.cluster)
                 cute.arch.mbarrier_init_fence()
-                if const_expr(t.cluster > 1):
-                    for i in cutlass.range_constexpr(t.exchange_buffers):
-                        self.expect(sums_full + 8 * i, incoming)
+            # Also between a barrier's making and its first arrival: ptxas makes it from
+            # the uniform datapath, and racecheck takes that for another lane of the
+            # warp than the one that arrives.
             cute.arch.sync_warp()
             # The ring fills before anything is waited for.
             for i in cutlass.range(
                 cutlass.min(tiles * t.stages_per_tile, t.stages), unroll=1
             ):
                 self.fetch(ws, i, i, first, last, height, rank, ring, full)
+            if const_expr(t.cluster > 1):
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(t.exchange_buffers):
+                        self.expect(sums_full + 8 * i, incoming)
+                cute.arch.sync_warp()
         cute.arch.sync_threads()
         if const_expr(t.cluster > 1):
             # The barriers' own fence made them visible; a releasing arrival would cost

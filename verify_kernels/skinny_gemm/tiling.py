@@ -15,16 +15,24 @@ from dataclasses import dataclass
 #: K -> (slices, segments of a slice); a segment is a multiple of 32 columns. The ring
 #: multiplies with a warp a segment.
 SUM_ORDER: dict[int, tuple[int, int]] = {
+    64: (1, 2),
     128: (1, 4),
+    192: (1, 6),
+    256: (1, 4),
     384: (1, 6),
+    512: (1, 4),
     768: (1, 6),
+    1056: (1, 11),
     1536: (2, 6),
     2112: (2, 11),
+    3072: (4, 6),
     3584: (4, 7),
     4224: (4, 11),
     6144: (8, 6),
     7168: (8, 7),
+    8448: (8, 11),
     12288: (8, 6),
+    16896: (8, 11),
     33792: (8, 12),
 }
 TOKEN_TILE = 8

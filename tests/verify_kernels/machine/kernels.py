@@ -17,7 +17,7 @@ from experiments.bench.space import RING
 from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
 from tests.verify_kernels.test_attn_res import fresh
 from tests.verify_kernels.test_skinny_gemm import padded
-from verify_kernels.attn_res.host import HIDDEN, variant_name
+from verify_kernels.attn_res.host import Form, variant_name
 from verify_kernels.common.variant import Variant, variants
 from verify_kernels.skinny_gemm import host
 from verify_kernels.skinny_gemm.choice import Cut
@@ -155,7 +155,7 @@ def skinny_gemm(
 
 
 def attn_res(
-    form: tuple[int, str, bool, bool],
+    form: Form,
     arguments: dict[str, Any],
     *,
     seed: int = 0,
@@ -163,10 +163,10 @@ def attn_res(
     races: bool = False,
 ) -> list[Tensor]:
     """One launch; the output, the prefix and the blocks."""
-    variant, ptx = compiled("attn_res", variant_name(*form))
-    rows = arguments["prefix"].shape[0]
+    rows, hidden = arguments["prefix"].shape
+    variant, ptx = compiled("attn_res", variant_name(hidden, *form))
     call = fresh(arguments)
-    call["out"] = torch.full((rows, HIDDEN + 8), torch.nan).bfloat16()[:, :HIDDEN]
+    call["out"] = torch.full((rows, hidden + 8), torch.nan).bfloat16()[:, :hidden]
     memory = GlobalMemory()
     parameters = []
     for name in variant.kernel.parameters:
@@ -186,7 +186,7 @@ def attn_res(
         memory,
         parameters,
         grid=(variant.kernel.ctas, rows, 1),
-        block=(128, 1, 1),
+        block=(variant.kernel.threads, 1, 1),
         cluster=(variant.kernel.ctas, 1, 1),
         shared_bytes=variant.kernel.shared_bytes,
         seed=seed,
