@@ -20,6 +20,11 @@ DRAFT_OVERRIDES = {
 }
 """Architecture names we register, and the classes (imported when first used)."""
 
+TARGET_OVERRIDES = {
+    "KimiLinearForCausalLM": "dspark_k3.target.model:K3ForCausalLM",
+}
+"""The same for targets, registered on GPU engines only."""
+
 _announced: set[str] = set()
 
 
@@ -39,13 +44,25 @@ def register() -> None:
 
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture, path in DRAFT_OVERRIDES.items():
+    targets = TARGET_OVERRIDES if _has_targets(engine) else {}
+    for architecture, path in (DRAFT_OVERRIDES | targets).items():
         ModelRegistry.register_model(architecture, path)
     _once(
         logging.INFO,
         f"dspark-k3 {__version__} active: checked draft models "
-        f"{', '.join(DRAFT_OVERRIDES)}; Triton on CPU "
+        f"{', '.join(DRAFT_OVERRIDES)}; targets that can be asked for "
+        f"{', '.join(targets) or 'none'}; Triton on CPU "
         f"{'on (interpreter)' if cpu_active else 'off'}",
+    )
+
+
+def _has_targets(engine: seams.Engine | None) -> bool:
+    """Whether this engine has the K3 class that ours extends. An untested version may:
+    then ours refuses what the settings ask, and is vLLM's own otherwise."""
+    return (
+        engine is not None
+        and engine.distribution == seams.GPU_ENGINE.distribution
+        and seams.has("K3 target to extend")
     )
 
 

@@ -135,6 +135,7 @@ class Seam:
 _SPECULATOR = "v1/worker/gpu/spec_decode/dspark/speculator.py"
 _DRAFT = "model_executor/models/qwen3_dspark.py"
 _REGISTRY = "model_executor/models/registry.py"
+_K3 = "models/kimi_k3/nvidia"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -199,9 +200,34 @@ SEAMS: tuple[Seam, ...] = (
     Seam("additional_config", "config/vllm.py", "both", pattern="additional_config"),
     Seam(
         "K3 target to extend",
-        "models/kimi_k3/nvidia/model.py",
+        f"{_K3}/model.py",
         "gpu",
-        "KimiLinearForCausalLM",
+        "KimiLinearForCausalLM.build_specialized_decode",
+    ),
+    Seam(
+        "K3 target's model state",
+        f"{_K3}/model_state.py",
+        "gpu",
+        "KimiK3ModelState.__init__",
+    ),
+    Seam("KDA after its projections", f"{_K3}/kda.py", "gpu", None, r"def _forward\("),
+    Seam(
+        "MLA after its projections",
+        f"{_K3}/mla.py",
+        "gpu",
+        "MultiHeadLatentAttention._attention",
+    ),
+    Seam(
+        "routed experts alone",
+        "model_executor/layers/fused_moe/routed_experts.py",
+        "gpu",
+        "RoutedExperts.forward_modular",
+    ),
+    Seam(
+        "step metadata of hybrid models",
+        "v1/worker/gpu/model_states/mamba_hybrid.py",
+        "gpu",
+        "MambaHybridModelState.prepare_attn",
     ),
 )
 
@@ -221,6 +247,13 @@ def engine_root() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
+
+
+def has(name: str) -> bool:
+    """Whether the installed vLLM has the seam called ``name``."""
+    root = engine_root()
+    (seam,) = (seam for seam in SEAMS if seam.name == name)
+    return root is not None and _exists(seam, root)
 
 
 def probe(engine: Engine, root: Path) -> list[SeamReport]:

@@ -4,21 +4,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
 
 KEY = "dspark_k3"
+
+Side = Literal["ours", "stock"]
+#: What the K3 executor can run either way, by sublayer.
+OPS = ("attn_res", "kda", "mla", "moe", "dense", "lm_head")
+SIDES = ("ours", "stock")
+
+
+def _all_ours() -> Mapping[str, Side]:
+    return MappingProxyType(dict.fromkeys(OPS, "ours"))
 
 
 @dataclass(frozen=True)
 class Settings:
     """Our settings.
 
-    ``check_draft``: refuse a Qwen3 DSpark checkpoint that does not fit the target or
-    the speculative settings. Set it to false to load it unchecked, as vLLM does.
+    Attributes:
+        check_draft: refuse a Qwen3 DSpark checkpoint that does not fit the target or
+            the speculative settings. Set it to false to load it unchecked, as vLLM
+            does.
+        target: run a Kimi K3 target's decode steps through our executor. Unsupported
+            deployments are refused at start (`dspark_k3.target.scope`).
+        ops: with ``target``, which sublayers are ours and which vLLM's, to find out
+            which of them a difference comes from; what is not named is ours.
+        pdl: with ``target``, launch our kernels as programmatic dependents.
     """
 
     check_draft: bool = True
+    target: bool = False
+    ops: Mapping[str, Side] = field(default_factory=_all_ours)
+    pdl: bool = True
+
+    def ours(self, op: str) -> bool:
+        """Whether the sublayer is ours."""
+        return self.ops[op] == "ours"
 
 
 def read(additional_config: Any) -> Settings:
@@ -29,20 +53,45 @@ def read(additional_config: Any) -> Settings:
     if not isinstance(additional_config, Mapping):
         return Settings()
     given = additional_config.get(KEY, {})
-    known = [field.name for field in fields(Settings)]
+    known = [setting.name for setting in fields(Settings)]
     if not isinstance(given, Mapping):
         raise ValueError(
             f"additional_config[{KEY!r}]={given!r}: must be an object with keys among "
             f"{', '.join(known)}"
         )
-    for name, value in given.items():
+    values = dict(given)
+    for name, value in values.items():
         if name not in known:
             raise ValueError(
                 f"additional_config[{KEY!r}] has unknown key {name!r}; known keys: "
                 f"{', '.join(known)}"
             )
-        if not isinstance(value, bool):
+        if name == "ops":
+            values[name] = _read_ops(value)
+        elif not isinstance(value, bool):
             raise ValueError(
                 f"additional_config[{KEY!r}][{name!r}]={value!r}: must be true or false"
             )
-    return Settings(**given)
+    if "ops" in values and not values.get("target"):
+        raise ValueError(
+            f"additional_config[{KEY!r}] sets ops without target; add "
+            '"target": true, or take ops out'
+        )
+    return Settings(**values)
+
+
+def _read_ops(given: Any) -> Mapping[str, Side]:
+    where = f"additional_config[{KEY!r}]['ops']"
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{where}={given!r}: must be an object such as "
+            '{"moe": "stock"} with keys among ' + ", ".join(OPS)
+        )
+    for name, side in given.items():
+        if name not in OPS:
+            raise ValueError(
+                f"{where} has unknown key {name!r}; known keys: {', '.join(OPS)}"
+            )
+        if side not in SIDES:
+            raise ValueError(f"{where}[{name!r}]={side!r}: must be 'ours' or 'stock'")
+    return MappingProxyType({**_all_ours(), **given})

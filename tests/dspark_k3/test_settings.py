@@ -8,7 +8,9 @@ from dspark_k3 import settings
 
 @pytest.mark.parametrize("config", [{}, {"other": 1}, {"dspark_k3": {}}, None, "x"])
 def test_defaults(config: Any) -> None:
-    assert settings.read(config) == settings.Settings(check_draft=True)
+    read = settings.read(config)
+    assert read == settings.Settings(check_draft=True, target=False, pdl=True)
+    assert all(read.ours(op) for op in settings.OPS)
 
 
 def test_a_setting_is_read() -> None:
@@ -16,11 +18,22 @@ def test_a_setting_is_read() -> None:
     assert settings.read(given).check_draft is False
 
 
+def test_an_op_is_set_to_stock_and_the_others_stay_ours() -> None:
+    given = {"dspark_k3": {"target": True, "ops": {"moe": "stock"}}}
+    read = settings.read(given)
+    assert [op for op in settings.OPS if not read.ours(op)] == ["moe"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"chek_draft": True}, "unknown key 'chek_draft'; known keys: check_draft"),
         ({"check_draft": "no"}, r"\['check_draft'\]='no': must be true or false"),
+        ({"target": 1}, r"\['target'\]=1: must be true or false"),
+        ({"target": True, "ops": ["moe"]}, r"\['ops'\]=\['moe'\]: must be an object"),
+        ({"target": True, "ops": {"mow": "stock"}}, "unknown key 'mow'; known keys: a"),
+        ({"target": True, "ops": {"moe": "theirs"}}, "must be 'ours' or 'stock'"),
+        ({"ops": {"moe": "stock"}}, "sets ops without target"),
         ([1], r"\[1\]: must be an object"),
     ],
 )

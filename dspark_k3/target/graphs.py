@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs for ragged decode steps when verification is not adaptive.
+
+vLLM 0.33 captures decode graphs for uniform steps, every request 1 + drafts rows wide,
+or, with adaptive verification only, graphs that serve any mix of widths. Without it a
+step in which one request has fewer drafts (near max_model_len, at the end of the token
+budget, after a grammar cut its drafts, the first step of a resumed request) matches no
+graph and runs eagerly.
+
+`capture_ragged_decode` adds the second kind to the first, for steps of up to 64 rows of
+a target that asked for us. Uniform steps keep the graphs they have; adaptive
+verification keeps vLLM's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from dspark_k3 import settings
+from dspark_k3.seams import UnsupportedEngine
+from verify_kernels.batch import MAX_ROWS
+
+_ARGUMENTS = (
+    "self",
+    "vllm_config",
+    "device",
+    "cudagraph_mode",
+    "decode_query_len",
+    "lora_capture_cases",
+    "varlen_decode",
+    "ubatch_runner",
+)
+_FIELDS = (
+    "cg_mode",
+    "num_tokens",
+    "num_reqs",
+    "uniform_token_count",
+    "max_query_len",
+    "num_active_loras",
+    "num_ubatches",
+)
+
+
+class RaggedGraphManager(cudagraph_utils.ModelCudaGraphManager):
+    """vLLM's graph manager; for our target it captures ragged decode graphs as well."""
+
+    def _init_candidates(self) -> None:
+        super()._init_candidates()
+        wanted = (
+            settings.read(self.vllm_config.additional_config).target
+            and not self.varlen_decode
+            and self.decode_query_len > 1
+            and self.cudagraph_mode.separate_routine()
+            and self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        )
+        if wanted:
+            self._add_ragged()
+
+    def _add_ragged(self) -> None:
+        most = self.max_num_reqs * self.decode_query_len
+        ragged = [
+            cudagraph_utils.BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=rows,
+                num_reqs=min(rows, self.max_num_reqs),
+                max_query_len=self.decode_query_len,
+            )
+            for rows in _sizes(self.compilation_config.cudagraph_capture_sizes, most)
+        ]
+        # Captured largest first, as vLLM does: later graphs reuse the pool's memory.
+        full = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+        full.extend(ragged)
+        full.sort(key=lambda graph: graph.num_tokens, reverse=True)
+        smallest = 0
+        for graph in ragged:
+            for rows in range(smallest, graph.num_tokens + 1):
+                self._offer(graph, rows)
+            smallest = graph.num_tokens + 1
+
+    def _offer(self, graph: Any, rows: int) -> None:
+        """Between the uniform graphs of this row count and the piecewise ones."""
+        candidates = self._candidates.setdefault((rows, 0), [])
+        uniform = [x for x in candidates if x.cg_mode == CUDAGraphMode.FULL]
+        candidates.insert(len(uniform), graph)
+
+
+def capture_ragged_decode() -> None:
+    """Let this process's model runner build `RaggedGraphManager`.
+
+    Call it in a worker before the KV cache is initialised; calling it again does
+    nothing. A model that did not ask for our target gets vLLM's graphs from it and no
+    others. Raises seams.UnsupportedEngine, with nothing changed, when the runner or its
+    manager is not the one this was written for.
+    """
+    from vllm.v1.worker.gpu import model_runner
+
+    found = getattr(model_runner, "ModelCudaGraphManager", None)
+    if found is RaggedGraphManager:
+        return
+    check_manager(found)
+    model_runner.ModelCudaGraphManager = RaggedGraphManager
+
+
+def check_manager(manager: Any) -> None:
+    """Raise seams.UnsupportedEngine unless ``manager`` is vLLM 0.33's graph manager."""
+    wrong = None
+    if manager is not cudagraph_utils.ModelCudaGraphManager:
+        wrong = f"the model runner uses {manager!r}"
+    elif (got := tuple(inspect.signature(manager.__init__).parameters)) != _ARGUMENTS:
+        wrong = f"ModelCudaGraphManager takes {', '.join(got)}"
+    elif not callable(getattr(manager, "_init_candidates", None)):
+        wrong = "ModelCudaGraphManager has no _init_candidates"
+    else:
+        descriptor = cudagraph_utils.BatchExecutionDescriptor
+        if (got := tuple(field.name for field in fields(descriptor))) != _FIELDS:
+            wrong = f"BatchExecutionDescriptor has the fields {', '.join(got)}"
+    if wrong is not None:
+        raise UnsupportedEngine(
+            f"cannot capture CUDA graphs for ragged decode steps: {wrong}, which is "
+            "not vLLM 0.33. Install vllm==0.33.*, or take a plug-in that replaces the "
+            "graph manager out"
+        )
+
+
+def uncovered_rows(
+    capture_sizes: Iterable[int], max_num_seqs: int, width: int, *, adaptive: bool
+) -> range:
+    """Row counts of ragged decode steps, at most 64, that no graph is large enough for.
+
+    Args:
+        capture_sizes: ``compilation_config.cudagraph_capture_sizes``.
+        max_num_seqs: ``scheduler_config.max_num_seqs``.
+        width: rows of the widest request, 1 + drafts.
+        adaptive: whether vLLM captures these graphs itself, for adaptive verification;
+            it takes no size above the ``max_num_seqs * width`` rows of a full batch.
+
+    Returns:
+        The row counts that would run eagerly, an empty range when there are none; every
+        smaller count is padded to the next captured size.
+    """
+    sizes, most = list(capture_sizes), max_num_seqs * width
+    taken = [x for x in sizes if x <= most] if adaptive else _sizes(sizes, most)
+    return range(max(taken, default=0) + 1, min(MAX_ROWS, most) + 1)
+
+
+def _sizes(capture_sizes: Iterable[int], most: int) -> list[int]:
+    """Captured sizes up to 64 and ``most`` rows, and that limit itself if a larger size
+    is captured, so that rows between the last size and the limit have a graph."""
+    sizes, limit = set(capture_sizes), min(MAX_ROWS, most)
+    taken = {rows for rows in sizes if rows <= limit}
+    if taken != sizes:
+        taken.add(limit)
+    return sorted(taken)

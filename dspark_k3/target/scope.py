@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which deployments the K3 executor serves; the others are refused before loading.
+
+Free of vLLM: it reads the attributes of a ``VllmConfig`` and nothing else, so every
+rule can be tried without an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dspark_k3 import seams
+from dspark_k3.settings import OPS, Settings
+from dspark_k3.target.projections import without_kernel
+from verify_kernels.attn_res.host import FORMS
+from verify_kernels.batch import MAX_WIDTH
+
+#: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
+#: and sm_103a too, which nobody has run.
+CAPABILITIES = ((9, 0),)
+
+
+class UnsupportedTarget(ValueError):
+    """The executor was asked for and does not serve this deployment."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What the rules read.
+
+    Attributes:
+        config: vLLM's ``VllmConfig``, or anything with the same attributes.
+        settings: ours.
+        capability: of the GPU, or None without one.
+        engine: the installed vLLM, or None.
+    """
+
+    config: Any
+    settings: Settings
+    capability: tuple[int, int] | None
+    engine: seams.Engine | None
+
+    @property
+    def text(self) -> Any:
+        """The text model's configuration."""
+        return self.config.model_config.hf_text_config
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.config.parallel_config.tensor_parallel_size
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition: what holds when it fails, and what to do about it.
+
+    ``failed`` returns what was found, or None if the condition holds.
+    """
+
+    name: str
+    failed: Callable[[Deployment], str | None]
+    change: str
+
+
+def _engine(d: Deployment) -> str | None:
+    if d.engine is None:
+        return "no vLLM distribution is installed"
+    if d.engine.distribution == seams.GPU_ENGINE.distribution and d.engine.tested:
+        return None
+    return f"{d.engine.distribution} {d.engine.version}"
+
+
+def _capability(d: Deployment) -> str | None:
+    if d.capability in CAPABILITIES:
+        return None
+    if d.capability is None:
+        return "no CUDA device"
+    return f"compute capability {d.capability[0]}.{d.capability[1]}"
+
+
+def _architecture(d: Deployment) -> str | None:
+    text = d.text
+    linear = getattr(text, "linear_attn_config", None) or {}
+    missing = [
+        name
+        for name, has in (
+            ("KDA layers", linear.get("kda_layers")),
+            ("full-rank KDA gate", linear.get("use_full_rank_gate")),
+            ("MLA query latent", getattr(text, "q_lora_rank", None)),
+            ("MLA output gate", getattr(text, "mla_use_output_gate", None)),
+            ("attention residuals", getattr(text, "attn_res_block_size", None)),
+        )
+        if not has
+    ]
+    if getattr(text, "num_experts", None) is not None:
+        missing += [
+            name
+            for name, has in (
+                ("latent experts", getattr(text, "routed_expert_hidden_size", None)),
+                ("shared experts", getattr(text, "num_shared_experts", None)),
+            )
+            if not has
+        ]
+    return f"the model has no {', no '.join(missing)}" if missing else None
+
+
+def _heads(d: Deployment) -> str | None:
+    linear = getattr(d.text, "linear_attn_config", None) or {}
+    counts = {"MLA": d.text.num_attention_heads, "KDA": linear.get("num_heads", 0)}
+    uneven = [f"{n} {kind} heads" for kind, n in counts.items() if n % d.tp]
+    return f"TP {d.tp} with {', '.join(uneven)}" if uneven else None
+
+
+def _kernels(d: Deployment) -> str | None:
+    if _architecture(d) or _heads(d):
+        return None
+    ours = tuple(op for op in OPS if d.settings.ours(op))
+    lacking = without_kernel(d.text, d.tp, ours)
+    found = [f"{p.op} {p.name} has K = {p.k}" for p in lacking]
+    hidden = d.text.hidden_size
+    blocks = -(-d.text.num_hidden_layers // d.text.attn_res_block_size)
+    if d.settings.ours("attn_res"):
+        if hidden not in FORMS:
+            found.append(f"attn_res has hidden size {hidden}")
+        elif blocks > (most := max(form[0] for form in FORMS[hidden])):
+            found.append(f"attn_res mixes {blocks} blocks of at most {most}")
+    return ", ".join(found) or None
+
+
+def _is(path: str, good: Callable[[Any], bool]) -> Callable[[Deployment], str | None]:
+    """The attribute at the dotted ``path`` of the config, if ``good`` denies it. A
+    path that ends early (None, or an attribute the engine lacks) holds."""
+
+    def failed(d: Deployment) -> str | None:
+        value = d.config
+        for name in path.split("."):
+            value = getattr(value, name, None)
+            if value is None:
+                return None
+        return None if good(value) else f"{path.rsplit('.', 1)[-1]}={value!r}"
+
+    return failed
+
+
+def _one(value: Any) -> bool:
+    return value == 1
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _bf16(value: Any) -> bool:
+    return str(value) in ("auto", "bfloat16")
+
+
+def _absent(name: str, what: str) -> Callable[[Deployment], str | None]:
+    def failed(d: Deployment) -> str | None:
+        return None if getattr(d.config, name, None) is None else what
+
+    return failed
+
+
+def _offloaded(d: Deployment) -> str | None:
+    for path in (
+        "offload_config.uva.cpu_offload_gb",
+        "offload_config.prefetch.offload_group_size",
+    ):
+        if found := _is(path, _off)(d):
+            return found
+    return None
+
+
+def _attention_backend(d: Deployment) -> str | None:
+    """One name for the target's MLA, which ours extends, would bind the drafter too,
+    and no backend but TRITON_MLA serves its non-causal block on Hopper."""
+    for path in ("attention_config.backend", "attention_config.backend_per_kind"):
+        if found := _is(path, _off)(d):
+            return found
+    return None
+
+
+def _graphs(d: Deployment) -> str | None:
+    mode = str(getattr(d.config.compilation_config, "cudagraph_mode", None))
+    return f"cudagraph_mode={mode}" if mode.endswith(".PIECEWISE") else None
+
+
+def _tap_stream(d: Deployment) -> str | None:
+    name = "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM"
+    asked = d.config.speculative_config is not None and _switched_on(name)
+    return name if asked else None
+
+
+def _switched_on(variable: str) -> bool:
+    """Whether an environment variable of vLLM's, 0 or 1, is 1."""
+    return os.environ.get(variable, "0").strip().lower() in ("1", "true")
+
+
+def _decode_backend(d: Deployment) -> str | None:
+    extra = d.config.additional_config
+    backend = extra.get("decode_backend", "auto") if isinstance(extra, dict) else "auto"
+    return None if backend == "auto" else f"decode_backend={backend!r}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("the engine", _engine, f"run {seams.GPU_ENGINE}"),
+    Rule("the GPU", _capability, "use a Hopper GPU (H100, H200)"),
+    Rule(
+        "the architecture",
+        _architecture,
+        "serve a Kimi K3 model, or leave target out",
+    ),
+    Rule(
+        "whole heads on every rank",
+        _heads,
+        "choose a tensor-parallel size that divides the heads",
+    ),
+    Rule(
+        "a kernel for every projection",
+        _kernels,
+        "choose another tensor-parallel size, or set the sublayer to stock in ops",
+    ),
+    Rule(
+        "bf16 activations",
+        _is("model_config.dtype", lambda v: str(v).endswith("bfloat16")),
+        "pass --dtype bfloat16",
+    ),
+    Rule(
+        "model runner V2",
+        _is("use_v2_model_runner", bool),
+        "unset VLLM_USE_V2_MODEL_RUNNER",
+    ),
+    Rule(
+        "a model that generates",
+        _is("model_config.runner_type", lambda v: v == "generate"),
+        "leave --runner out",
+    ),
+    Rule(
+        "one pipeline stage",
+        _is("parallel_config.pipeline_parallel_size", _one),
+        "use tensor parallelism alone",
+    ),
+    Rule(
+        "no data parallelism",
+        _is("parallel_config.data_parallel_size", _one),
+        "start one engine a replica",
+    ),
+    Rule(
+        "experts on every rank",
+        _is("parallel_config.enable_expert_parallel", _off),
+        "leave --enable-expert-parallel out",
+    ),
+    Rule(
+        "whole contexts on every rank (decode)",
+        _is("parallel_config.decode_context_parallel_size", _one),
+        "leave --decode-context-parallel-size out",
+    ),
+    Rule(
+        "whole contexts on every rank (prefill)",
+        _is("parallel_config.prefill_context_parallel_size", _one),
+        "leave --prefill-context-parallel-size out",
+    ),
+    Rule(
+        "whole batches",
+        _is("parallel_config.use_ubatching", _off),
+        "leave --enable-dbo out",
+    ),
+    Rule(
+        "no LoRA",
+        _absent("lora_config", "LoRA adapters"),
+        "leave --enable-lora out",
+    ),
+    Rule(
+        "weights that stay where they are (sleep mode)",
+        _is("model_config.enable_sleep_mode", _off),
+        "leave --enable-sleep-mode out",
+    ),
+    Rule(
+        "weights that stay where they are (offloading)",
+        _offloaded,
+        "leave --cpu-offload-gb and --offload-* out",
+    ),
+    Rule(
+        "weights that stay as loaded",
+        _absent("weight_transfer_config", "weight transfer"),
+        "leave --weight-transfer-config out",
+    ),
+    Rule(
+        "DSpark or no speculation",
+        _is("speculative_config.method", lambda v: v == "dspark"),
+        'use "method": "dspark"',
+    ),
+    Rule(
+        f"at most {MAX_WIDTH - 1} drafts",
+        _is("speculative_config.num_speculative_tokens", lambda v: v < MAX_WIDTH),
+        f"set num_speculative_tokens to {MAX_WIDTH - 1} or less",
+    ),
+    Rule(
+        "one draft length a deployment, or adaptive verification",
+        _is("speculative_config.num_speculative_tokens_per_batch_size", _off),
+        "leave num_speculative_tokens_per_batch_size out; "
+        "enable_adaptive_verification trims drafts by request",
+    ),
+    Rule(
+        "drafter taps on the AttnRes prefix",
+        _tap_stream,
+        "unset VLLM_KIMI_K3_AUX_ATTN_RES_STREAM",
+    ),
+    Rule(
+        "a bf16 KV cache",
+        _is("cache_config.cache_dtype", _bf16),
+        "leave --kv-cache-dtype out",
+    ),
+    Rule(
+        "bf16 convolution windows",
+        _is("cache_config.mamba_cache_dtype", _bf16),
+        "leave --mamba-cache-dtype out",
+    ),
+    Rule(
+        "float32 KDA states",
+        _is("cache_config.mamba_ssm_cache_dtype", lambda v: v in ("auto", "float32")),
+        "leave --mamba-ssm-cache-dtype out",
+    ),
+    Rule(
+        "committed KDA states in vLLM's slots",
+        _is("cache_config.use_replayssm", _off),
+        "leave --use-replayssm out",
+    ),
+    Rule(
+        "caches that stay on the GPU",
+        _absent("kv_transfer_config", "a KV connector or offloading"),
+        "leave --kv-transfer-config and --kv-offloading-size out",
+    ),
+    Rule(
+        "vLLM's own choice of attention backends",
+        _attention_backend,
+        "leave --attention-backend and --attention-config out",
+    ),
+    Rule(
+        "whole graphs of decode steps, or none",
+        _graphs,
+        "leave cudagraph_mode out of --compilation-config",
+    ),
+    Rule(
+        "no outer torch.compile",
+        _is("compilation_config.mode", lambda v: "STOCK_TORCH_COMPILE" not in str(v)),
+        "leave mode out of --compilation-config",
+    ),
+    Rule(
+        "no returned routing",
+        _is("aux_output_config.enabled", _off),
+        "leave --aux-output-config out",
+    ),
+    Rule(
+        "the executor alone",
+        _decode_backend,
+        "leave decode_backend out of --additional-config",
+    ),
+)
+
+
+def failures(deployment: Deployment) -> list[str]:
+    """Every failed condition: what it is, what was found, what to change."""
+    found = []
+    for rule in RULES:
+        if (what := rule.failed(deployment)) is not None:
+            found.append(f"{rule.name}: found {what}; {rule.change}")
+    return found
+
+
+def require(config: Any, settings: Settings) -> None:
+    """Refuse a deployment outside the scope.
+
+    Raises:
+        UnsupportedTarget: with every failed condition on a line of its own.
+    """
+    import torch
+
+    capability = (
+        torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    )
+    deployment = Deployment(config, settings, capability, seams.installed_engine())
+    if found := failures(deployment):
+        raise UnsupportedTarget(
+            'dspark-k3: additional_config asks for "target", and the K3 executor does '
+            "not serve this deployment. It needs\n  " + "\n  ".join(found)
+        )

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sublayers of a K3 layer that our executor runs, over vLLM's own modules.
+
+Every one takes bf16 rows [M, hidden], M = 1 .. 64, and returns new rows of that shape;
+none keeps a row from one step to the next. They read vLLM's modules and change none, so
+vLLM's forward stays what it is for the steps that are left to it.
+
+A sublayer that is not ours, by the settings' ``ops``, is the module's own forward
+(`Stock`). A sharded sublayer ends in vLLM's all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+)
+from vllm.models.common.ops import fused_q_kv_rmsnorm
+from vllm.models.kimi_k3.nvidia.mla import _gate_sigmoid_mul
+from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
+
+from verify_kernels.attn_res import attn_res
+from verify_kernels.batch import MAX_ROWS
+from verify_kernels.skinny_gemm import SkinnyGemm, serves
+
+
+class Sublayer(Protocol):
+    """Attention or MLP of one layer."""
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor: ...
+
+
+class Gemm:
+    """Y_g = X W_g^T for the weights of some of vLLM's linear layers, in one launch.
+
+    Args:
+        layers: unquantised linear layers that read the same X.
+        dtypes: their outputs' dtypes; all bf16 if left out.
+        pdl: launch as a programmatic dependent.
+
+    Raises:
+        ValueError: a layer has a bias or no bf16 [N, K] weight, or no kernel serves it.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        dtypes: Sequence[torch.dtype] | None = None,
+        pdl: bool,
+    ) -> None:
+        self._dtypes = list(dtypes or [torch.bfloat16] * len(layers))
+        for layer in layers:
+            _check_weight(layer)
+        weights = [layer.weight.data for layer in layers]
+        self._widths = [weight.shape[0] for weight in weights]
+        columns = weights[0].shape[1]
+        if serves(columns, tuple(map(_spell, self._dtypes))):
+            gemm = SkinnyGemm(columns, out_dtype=self._dtypes, pdl=pdl)
+            self._launches = [(gemm.bind(weights), slice(0, len(weights)))]
+            return
+        self._launches = []
+        for i, (weight, dtype) in enumerate(zip(weights, self._dtypes, strict=True)):
+            gemm = SkinnyGemm(columns, out_dtype=dtype, pdl=pdl)
+            self._launches.append((gemm.bind([weight]), slice(i, i + 1)))
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        outs = [
+            torch.empty((x.shape[0], width), dtype=dtype, device=x.device)
+            for width, dtype in zip(self._widths, self._dtypes, strict=True)
+        ]
+        for launch, which in self._launches:
+            launch(x, outs[which])
+        return outs
+
+    def one(self, x: Tensor) -> Tensor:
+        """The output of a single weight."""
+        (out,) = self(x)
+        return out
+
+
+class Mix:
+    """An AttnRes mix and the RMSNorm after it, one launch.
+
+    Args:
+        norm, query: the mix's norm module and its [1, hidden] projection.
+        output_norm: the RMSNorm that follows, or None.
+        num_blocks: saved blocks that are mixed.
+        write: save the new prefix as block ``num_blocks``.
+        restart: the new prefix is the delta alone.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        query: nn.Module,
+        output_norm: nn.Module | None,
+        *,
+        num_blocks: int,
+        write: bool = False,
+        restart: bool = False,
+        pdl: bool,
+    ) -> None:
+        self._norm = norm.weight.data
+        self._query = query.weight.data.squeeze(0)
+        self._output = None if output_norm is None else output_norm.weight.data
+        self._keywords: dict[str, Any] = {
+            "num_blocks": num_blocks,
+            "write_block": num_blocks if write else None,
+            "restart": restart,
+            "eps": norm.variance_epsilon,
+            "output_norm_eps": getattr(output_norm, "variance_epsilon", 0.0),
+            "pdl": pdl,
+        }
+
+    def __call__(self, prefix: Tensor, delta: Tensor | None, blocks: Tensor) -> Tensor:
+        """Hidden rows; ``prefix`` and ``blocks`` are updated in place."""
+        return attn_res(
+            prefix,
+            delta,
+            blocks,
+            self._norm,
+            self._query,
+            self._output,
+            **self._keywords,
+        )
+
+
+class Stock:
+    """vLLM's own attention or MLP."""
+
+    def __init__(self, module: nn.Module, *, attention: bool) -> None:
+        self._module = module
+        self._attention = attention
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        if self._attention:
+            return self._module(hidden_states=hidden, positions=positions)
+        return self._module(hidden)
+
+
+class Kda:
+    """Our projections around vLLM's convolution, recurrence and gated norm."""
+
+    def __init__(self, module: nn.Module, *, pdl: bool) -> None:
+        self._module = module
+        self._in_proj = Gemm([module.in_proj_qkvgfab], pdl=pdl)
+        self._f_b = Gemm([module.f_b_proj], pdl=pdl)
+        self._o_proj = Gemm([module.o_proj], pdl=pdl)
+        width = module.local_projection_size
+        self._splits = [3 * width, width, module.head_dim, module.local_num_heads]
+        if module.in_proj_padding:
+            self._splits.append(module.in_proj_padding)
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        module, rows = self._module, hidden.shape[0]
+        heads = (module.local_num_heads, module.head_dim)
+        packed = self._in_proj.one(hidden).split(self._splits, dim=-1)
+        mixed_qkv, gate, decay, beta = packed[:4]
+        out = hidden.new_empty(1, rows, *heads)
+        module._forward(
+            mixed_qkv=mixed_qkv,
+            g1=self._f_b.one(decay).view(1, rows, *heads),
+            g2=gate.unflatten(-1, heads),
+            beta=beta.unsqueeze(0),
+            core_attn_out=out,
+        )
+        return _reduce(self._o_proj.one(out.view(rows, -1)))
+
+
+class Mla:
+    """Our projections around vLLM's norms, absorption and attention."""
+
+    def __init__(self, module: nn.Module, *, pdl: bool) -> None:
+        self._module = module
+        self._qkv_a_g = Gemm([module.fused_qkv_a_g_proj], pdl=pdl)
+        self._q_b = Gemm([module.q_b_proj], pdl=pdl)
+        self._o_proj = Gemm([module.o_proj], pdl=pdl)
+        self._value_width = module.num_local_heads * module.v_head_dim
+        self._splits = [
+            module.q_lora_rank,
+            module.kv_lora_rank,
+            module.qk_rope_head_dim,
+            self._value_width,
+        ]
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        module = self._module
+        packed = self._qkv_a_g.one(hidden).split(self._splits, dim=-1)
+        query_latent, key_latent, key_rope, gate = packed
+        query_latent, key_latent = fused_q_kv_rmsnorm(
+            query_latent,
+            key_latent,
+            module.q_a_layernorm.weight.data,
+            module.kv_a_layernorm.weight.data,
+            module.rms_norm_eps,
+        )
+        query = self._q_b.one(query_latent)
+        out = hidden.new_empty(hidden.shape[0], self._value_width)
+        module._attention(
+            positions,
+            query.view(-1, module.num_local_heads, module.qk_head_dim),
+            key_latent,
+            key_rope.unsqueeze(1),
+            out,
+        )
+        return _reduce(self._o_proj.one(_gate_sigmoid_mul(out, gate)))
+
+
+class Dense:
+    """SiTU MLP."""
+
+    def __init__(self, module: nn.Module, *, pdl: bool) -> None:
+        self._gate_up = Gemm([module.gate_up_proj], pdl=pdl)
+        self._activation = module.act_fn
+        self._down = Gemm([module.down_proj], pdl=pdl)
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        return _reduce(self._down.one(self._activation(self._gate_up.one(hidden))))
+
+
+class Moe:
+    """Latent MoE: our projections around vLLM's routing and routed experts.
+
+    Router, latent down-projection and shared gate-up are one launch. The shared
+    expert's second half runs beside the routed experts on vLLM's side stream.
+    """
+
+    def __init__(self, module: nn.Module, *, pdl: bool) -> None:
+        runner, shared = module.experts, module.shared_experts
+        if (
+            runner.do_naive_dispatch_combine
+            or runner._fused_output_is_reduced
+            or runner.routed_scaling_factor != 1.0
+        ):
+            raise ValueError(
+                f"the routed experts' {type(runner._quant_method).__name__} reduces or "
+                "scales its own output, which the executor does not run; set "
+                '"ops": {"moe": "stock"}'
+            )
+        self._runner = runner
+        self._front = Gemm(
+            [module.gate, module.routed_expert_down_proj, shared.gate_up_proj],
+            dtypes=[torch.float32, torch.bfloat16, torch.bfloat16],
+            pdl=pdl,
+        )
+        self._activation = shared.act_fn
+        self._shared_down = Gemm([shared.down_proj], pdl=pdl)
+        self._norm = module.routed_expert_norm
+        self._up = Gemm([module.routed_expert_up_proj], pdl=pdl)
+        self._stream = module._down_proj_stream
+        self._events = (torch.cuda.Event(), torch.cuda.Event())
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        logits, latent, gate_up = self._front(hidden)
+        routed, shared = maybe_execute_in_parallel(
+            lambda: self._routed(latent, logits),
+            lambda: self._shared_down.one(self._activation(gate_up)),
+            *self._events,
+            self._stream,
+        )
+        routed = _reduce(routed)
+        if self._norm is not None:
+            routed = self._norm(routed)
+        return self._up.one(routed).add_(_reduce(shared))
+
+    def _routed(self, latent: Tensor, logits: Tensor) -> Tensor:
+        """The weighted sum of this rank's shares of the chosen experts, [M, latent]."""
+        runner = self._runner
+        experts = runner.routed_experts
+        experts._ensure_moe_quant_config_init()
+        width = latent.shape[1]
+        padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
+        if experts.quant_method.is_monolithic:
+            out = experts.forward_monolithic(
+                x=padded, router_logits=runner.router.prepare_monolithic_logits(logits)
+            )
+        else:
+            weights, ids = runner.router.select_experts(
+                hidden_states=padded,
+                router_logits=logits,
+                topk_indices_dtype=experts.quant_method.topk_indices_dtype,
+            )
+            out = experts.forward_modular(x=padded, topk_weights=weights, topk_ids=ids)
+        return out[..., :width]
+
+
+class Head(UnquantizedEmbeddingMethod):
+    """The LM head's product by our kernel up to 64 rows, by vLLM's above."""
+
+    def __init__(self, head: nn.Module, *, pdl: bool) -> None:
+        super().__init__()
+        self._stock: Callable[..., Tensor] = head.quant_method.apply
+        self._gemm = Gemm([head], pdl=pdl)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        fits = x.dim() == 2 and x.shape[0] <= MAX_ROWS and x.dtype == torch.bfloat16
+        if bias is None and fits:
+            return self._gemm.one(x)
+        return self._stock(layer, x, bias)
+
+
+def _reduce(rows: Tensor) -> Tensor:
+    """The sum over the tensor-parallel ranks."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return rows
+    return tensor_model_parallel_all_reduce(rows)
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+
+def _check_weight(layer: nn.Module) -> None:
+    weight = getattr(layer, "weight", None)
+    name = getattr(layer, "prefix", type(layer).__name__)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise ValueError(
+            f"{name} has no plain weight matrix: the executor runs projections that "
+            "are not quantised; set its sublayer to stock in ops"
+        )
+    if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        raise ValueError(
+            f"{name} has a {weight.dtype} weight with strides {weight.stride()}; the "
+            "executor runs contiguous torch.bfloat16 ones: load the model with "
+            "--dtype bfloat16, or set its sublayer to stock in ops"
+        )
+    if getattr(layer, "bias", None) is not None:
+        raise ValueError(
+            f"{name} has a bias, which the executor does not add; set its sublayer to "
+            "stock in ops"
+        )

