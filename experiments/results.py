@@ -184,6 +184,11 @@ class Recorder:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
+    @property
+    def provenance(self) -> Line:
+        """Commit, versions, command and date of this run."""
+        return dict(self._common)
+
     def add(
         self,
         metric: str,

@@ -8,11 +8,15 @@ files made on a GPU; modelled ones come from :mod:`experiments.byte_model`.
 File format (``schema`` 1)::
 
     {"schema": 1, "name": ..., "gpu": "NVIDIA H200", "source": ...,
-     "interpolation": "staircase" | "linear",
+     "interpolation": "staircase" | "linear", "label": "recorded" | "modelled",
      "plain":  [{"batch": 1, "ms": 8.5, "graph": true}, ...],
      "draft":  [{"k": 7, "batch": 1, "ms": 0.9}, ...],
      "verify": [{"rows": 8, "executed_rows": 8, "ms": 11.0, "graph": true,
                  "distinct_experts": 118.0}, ...]}
+
+``label`` (default "recorded") is "modelled" where times were computed from recorded
+ones, such as those of a model cut in depth scaled to the whole; ``source`` then says
+how. Further keys are provenance and are not read.
 
 ``graph`` (default true) and ``distinct_experts`` (optional) are evidence: a profile
 whose plain steps ran without a CUDA graph while its verify steps ran with one, whose
@@ -114,6 +118,8 @@ class RecordedProfile:
             raise ValueError(
                 f"interpolation is {self.interpolation!r}; use staircase or linear"
             )
+        if self.label not in ("recorded", "modelled"):
+            raise ValueError(f"label is {self.label!r}; use recorded or modelled")
         _check_table("plain", self.plain)
         _check_table("verify", self.verify)
         if not self.draft:
@@ -154,6 +160,7 @@ class RecordedProfile:
             "gpu": self.gpu,
             "source": self.source,
             "interpolation": self.interpolation,
+            "label": self.label,
             "plain": [{"batch": b, "ms": t} for b, t in sorted(self.plain.items())],
             "draft": [
                 {"k": k, "batch": b, "ms": t}
@@ -252,6 +259,7 @@ def _parse(document: Mapping[str, Any]) -> RecordedProfile:
         plain=_unique("plain", [(int(p["batch"]), float(p["ms"])) for p in plain]),
         draft={k: _unique(f"draft (k = {k})", pairs) for k, pairs in by_k.items()},
         verify=_unique("verify", [(int(p["rows"]), float(p["ms"])) for p in verify]),
+        label=document.get("label", "recorded"),
     )
 
 

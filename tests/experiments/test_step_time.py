@@ -124,6 +124,16 @@ def test_collapsed_routing_is_refused(tmp_path: Path) -> None:
     read_profile(write(tmp_path, content))
 
 
+def test_scaled_times_are_labelled_modelled(tmp_path: Path) -> None:
+    assert read_profile(write(tmp_path, document())).label == "recorded"
+    scaled = read_profile(write(tmp_path, document() | {"label": "modelled"}))
+    assert scaled.label == "modelled"
+    scaled.write(tmp_path / "again.json")
+    assert read_profile(tmp_path / "again.json") == scaled
+    with pytest.raises(ValueError, match="label is 'measured'"):
+        read_profile(write(tmp_path, document() | {"label": "measured"}))
+
+
 def test_profile_for_another_gpu(tmp_path: Path) -> None:
     """Field case F26: times of one GPU do not speak for another."""
     path = str(write(tmp_path, document()))

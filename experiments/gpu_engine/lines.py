@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine measurements as result lines (``experiments.results``) and as text."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import k3_shapes, results
+from experiments.gpu_engine import fleet, measure
+from experiments.gpu_engine.segment import (
+    LayerTime,
+    Step,
+    layer_times,
+    read_trace,
+    split_layers,
+    split_steps,
+)
+
+Log = Callable[[str], None]
+say: Log = functools.partial(print, flush=True)
+
+NOTE = (
+    "one rank's share without its collectives, dummy weights with spread routing "
+    "(experiments/gpu_engine/spread.py), temperature 1, synthetic acceptance"
+)
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that step times and layer traces share."""
+    add = parser.add_argument
+    add("--layers", type=int, required=True, help="depth of the model, 4 to 93")
+    add("--tp", type=int, default=16, help="tensor-parallel share (default 16)")
+    add("--target", type=names, default=measure.TARGETS, help="stock,ours (default)")
+    add("--block-size", type=int, default=k3_shapes.BLOCK_SIZE, help="of AttnRes")
+    add("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
+    add("--steps", type=int, default=40, help="timed steps (default 40)")
+    add("--parallel", type=int, help="engines that start together (default: memory)")
+    add("--work", type=Path, default=Path("/tmp/k3-engines"), help="logs and traces")
+    add("--commit", help="commit to record where git cannot tell")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """A comma-separated list of names."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """A comma-separated list of whole numbers.
+
+    Raises argparse.ArgumentTypeError for anything else.
+    """
+    try:
+        found = tuple(int(part) for part in names(text))
+    except ValueError:
+        found = ()
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be whole numbers with commas, such as 0,1,3,7"
+        )
+    return found
+
+
+def plans(
+    options: argparse.Namespace, drafts: Sequence[int], batches: Sequence[int]
+) -> list[measure.Plan]:
+    """A plan for each draft length and target, targets side by side.
+
+    Raises ValueError as ``measure.check`` does.
+    """
+    found = [
+        measure.Plan(
+            target=target,
+            layers=options.layers,
+            tp=options.tp,
+            k=k,
+            batches=tuple(batches),
+            trace_dir=str(options.work),
+            block_size=options.block_size,
+            prompt=options.prompt,
+            gpu=options.steps,
+        )
+        for k in drafts
+        for target in options.target
+    ]
+    for plan in found:
+        measure.check(plan)
+    return found
+
+
+def run(
+    options: argparse.Namespace,
+    wanted: Sequence[measure.Plan],
+    start: fleet.Launch = fleet.launch,
+) -> dict[str, fleet.Outcome]:
+    """Measure the plans; outcomes by plan name."""
+    parallel = options.parallel or measure.engines_at_once(wanted)
+    say(f"{len(wanted)} engines, {parallel} at a time; logs in {options.work}")
+    specs = [measure.spec(plan, options.work / "models") for plan in wanted]
+    return fleet.run(
+        specs,
+        options.work,
+        parallel=parallel,
+        exclusive=True,
+        progress=say,
+        start=start,
+    )
+
+
+def traced_steps(path: Path, layers: int) -> list[Step]:
+    """The steps of a trace file.
+
+    Raises ValueError as ``read_trace`` and ``split_layers`` do.
+    """
+    kernels = read_trace(path)
+    return [split_layers(step, layers) for step in split_steps(kernels)]
+
+
+def layer_kinds(layers: int) -> list[str]:
+    """The kind of every layer."""
+    return [k3_shapes.layer_kind(index, layers) for index in range(layers)]
+
+
+def add_point(
+    recorder: results.Recorder, plan: Mapping[str, Any], point: Any, gpu: str
+) -> None:
+    """Lines for the times of one batch size of an engine."""
+    shape = {key: plan[key] for key in ("layers", "tp", "k", "block_size", "prompt")}
+    shape |= {"batch": point["batch"], "rows": point["rows"]}
+    gates = {
+        "graph": point["graph"],
+        "rows_as_asked": point["executed_rows"] == point["rows"],
+        "enqueued_ahead": point["queued"] >= measure.QUEUED,
+    }
+    metrics = {
+        "step_gpu_us": ("step_us", "step_spread", "us"),
+        "forward_gpu_us": ("forward_us", "forward_spread", "us"),
+        "draft_gpu_us": ("draft_us", "draft_spread", "us"),
+        "step_wall_us": ("wall_us", "wall_spread", "us"),
+        "distinct_experts": ("distinct_experts", "", "experts"),
+    }
+    for metric, (key, spread, unit) in metrics.items():
+        if point[key] is None:
+            continue
+        recorder.add(
+            metric,
+            point[key],
+            label="measured",
+            variant=plan["target"],
+            shape=shape,
+            gpu=gpu,
+            unit=unit,
+            gates=gates,
+            spread=point.get(spread),
+            note=NOTE if metric != "distinct_experts" else _by_layer(point),
+        )
+
+
+def _by_layer(point: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{count:.0f}" for count in point["distinct_by_layer"])
+    return f"{NOTE}; by MoE layer {counts}"
+
+
+def add_layers(
+    recorder: results.Recorder,
+    plan: Mapping[str, Any],
+    point: Any,
+    gpu: str,
+    times: Mapping[str, LayerTime],
+) -> None:
+    """Lines for the layers of one batch size: span, busy time and kernels by kind."""
+    for kind, time in times.items():
+        values = {
+            "layer_gpu_us": (time.span_us, "us"),
+            "layer_busy_us": (time.busy_us, "us"),
+            "layer_kernels": (time.kernels, "kernels"),
+        }
+        for metric, (value, unit) in values.items():
+            recorder.add(
+                metric,
+                value,
+                label="measured",
+                variant=plan["target"],
+                shape={
+                    "kind": kind,
+                    **{key: plan[key] for key in ("layers", "tp", "k", "block_size")},
+                    "batch": point["batch"],
+                    "rows": point["rows"],
+                },
+                gpu=gpu,
+                unit=unit,
+                gates={"graph": point["graph"]},
+                note=f"{NOTE}; under the profiler, median of {time.layers} layers",
+            )
+            if metric == "layer_kernels":
+                recorder.lines[-1]["kernels"] = list(time.names)
+
+
+def times_of(plan: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, LayerTime]:
+    """Layer times by kind of a plan's traced steps."""
+    return layer_times(steps, layer_kinds(plan["layers"]))
+
+
+def step_table(outcomes: Mapping[str, fleet.Outcome]) -> str:
+    """A line for each engine and batch size: GPU times, wall time, experts."""
+    head = (
+        f"{'engine':28} {'B':>2} {'rows':>4} {'step µs':>9} {'forward':>9} "
+        f"{'draft':>8} {'wall µs':>9} {'experts':>7} {'ahead':>5} graph"
+    )
+    rows = [head]
+    for name, outcome in outcomes.items():
+        if outcome.error:
+            rows.append(f"{name:28} FAILED: {outcome.error}")
+            continue
+        for point in outcome.result["points"]:
+            rows.append(
+                f"{name:28} {point['batch']:2} {point['rows']:4} "
+                f"{_number(point['step_us'], 9)} {_number(point['forward_us'], 9)} "
+                f"{_number(point['draft_us'], 8)} {_number(point['wall_us'], 9)} "
+                f"{_number(point['distinct_experts'], 7)} {point['queued']:5.0%} "
+                f"{'yes' if point['graph'] else 'NO'}"
+            )
+    return "\n".join(rows)
+
+
+def _number(value: float | None, width: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:{width}.1f}"
+
+
+def versions(outcomes: Mapping[str, fleet.Outcome]) -> dict[str, str]:
+    """Package versions as the first engine that ran saw them."""
+    for outcome in outcomes.values():
+        if outcome.ok:
+            return dict(outcome.result["versions"])
+    return {}
+
+
+def save(recorder: results.Recorder, path: Path | None) -> None:
+    """Append the recorder's lines to ``path``, if there is one and there are any."""
+    if path is not None and recorder.lines:
+        count = results.append(path, recorder.lines)
+        say(f"{count} lines in {path}")
