@@ -263,7 +263,7 @@ def _profiles(
 
 
 def main(
-    arguments: Sequence[str] | None = None, start: fleet.Launch = fleet.launch
+    arguments: Sequence[str] | None = None, start: fleet.Launch | None = None
 ) -> int:
     """Run the command; ``start`` starts an engine's process."""
     parser = _parser()
@@ -274,7 +274,7 @@ def main(
         wanted = lines.plans(options, options.k, options.batch)
     except ValueError as error:
         parser.error(str(error))
-    outcomes = lines.run(options, wanted, start)
+    outcomes = lines.run(options, wanted, start or fleet.launcher(options.fork))
     lines.say(lines.step_table(outcomes))
     recorder = results.Recorder(
         versions=lines.versions(outcomes), commit=options.commit

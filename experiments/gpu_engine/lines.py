@@ -40,6 +40,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=40, help="timed steps (default 40)")
     add("--parallel", type=int, help="engines that start together (default: memory)")
     add("--work", type=Path, default=Path("/tmp/k3-engines"), help="logs and traces")
+    add("--fork", action="store_true", help="fork engines off a process with vLLM")
     add("--commit", help="commit to record where git cannot tell")
 
 

@@ -2,6 +2,8 @@
 """Step times: what is recorded of a step, how engines take turns, what is written."""
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from experiments import k3_shapes, results, step_times
-from experiments.gpu_engine import fleet, measure, spread
+from experiments.gpu_engine import child, fleet, measure, spread
 from experiments.gpu_engine.lines import layer_kinds
 from experiments.step_time import load_profile, read_profile
 from tests.experiments import fake_gpu
@@ -135,6 +137,63 @@ def test_a_child_that_dies_or_hangs_is_reported(tmp_path: Path) -> None:
         start=sleep,
     )
     assert "its job took more than" in found["slow"].error
+
+
+def report_environment(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A job that says what a forked child sees."""
+    return {"engine": engine, "mark": os.environ["MARK"], "pid": os.getpid(), **options}
+
+
+def test_forked_engines_have_their_own_environment_log_and_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(spec: fleet.EngineSpec) -> str:
+        os.write(1, f"making {spec.name}\n".encode())
+        if spec.name == "bad":
+            raise RuntimeError("no room")
+        return f"engine of {spec.name}"
+
+    monkeypatch.setattr(fleet, "PRELOADED", ())
+    monkeypatch.setattr(child, "make_engine", make)
+    job = f"{__name__}:report_environment"
+    found = fleet.run(
+        [
+            fleet.EngineSpec("a", {}, job, {"x": 1}, {"MARK": "1"}),
+            fleet.EngineSpec("b", {}, job, {"x": 2}, {"MARK": "2"}),
+            fleet.EngineSpec("bad", {}, job),
+        ],
+        tmp_path,
+        parallel=3,
+        exclusive=False,
+        progress=lambda line: None,
+        start=fleet.fork,
+    )
+    results = [found[name].result for name in ("a", "b")]
+    assert [(r["engine"], r["mark"], r["x"]) for r in results] == [
+        ("engine of a", "1", 1),
+        ("engine of b", "2", 2),
+    ]
+    assert len({os.getpid(), *(r["pid"] for r in results)}) == 3
+    assert "MARK" not in os.environ
+    assert (tmp_path / "a.log").read_text() == "making a\n"
+    assert found["bad"].error == "RuntimeError: no room"
+
+
+def test_a_forked_engine_that_hangs_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "PRELOADED", ())
+    monkeypatch.setattr(child, "make_engine", lambda spec: time.sleep(60))
+    found = fleet.run(
+        [fleet.EngineSpec("slow", {}, f"{__name__}:report_environment")],
+        tmp_path,
+        parallel=1,
+        exclusive=True,
+        start_limit_s=0.5,
+        progress=lambda line: None,
+        start=fleet.fork,
+    )
+    assert "its start took more than" in found["slow"].error
 
 
 def test_fleet_arguments_are_checked(tmp_path: Path) -> None:

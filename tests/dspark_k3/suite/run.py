@@ -37,6 +37,7 @@ def suite(
     only: str = "",
     add: bool = False,
     run: Run = fleet.run,
+    start: fleet.Launch = fleet.launch,
     reference: Callable[[list[int]], Any] | None = None,
 ) -> dict[str, Any]:
     """Run the cases and return the verdicts; also in ``out``/verdicts.json.
@@ -47,6 +48,7 @@ def suite(
         only: cases whose names contain this, with the plain ones they need; "" is all.
         add: keep the verdicts that ``out`` has from other cases.
         run: `fleet.run`.
+        start: starts an engine's process.
         reference: logits [T, vocab] of a token list; default the engine-free model.
     """
     results: dict[str, dict[str, Any]] = {}
@@ -61,6 +63,8 @@ def suite(
             parallel=parallel,
             exclusive=exclusive,
             progress=say,
+            # What is compared with an engine without our plug-in starts as users do.
+            start=fleet.launch if exclusive else start,
         )
         for name, outcome in outcomes.items():
             if outcome.ok:
@@ -187,13 +191,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--parallel", type=int, default=6, help="engines at a time (default 6)")
     add("--only", default="", help="cases whose names contain this")
     add("--add", action="store_true", help="to the verdicts that DIR has already")
+    add("--fork", action="store_true", help="fork engines off a process with vLLM")
     options = parser.parse_args(arguments)
     for folder in (cases.TARGET, cases.DRAFTER):
         if not (folder / "config.json").is_file():
             parser.error(f"{folder} is not there: make train-tiny-k3 writes it")
     options.out.mkdir(parents=True, exist_ok=True)
     found = suite(
-        options.out, parallel=options.parallel, only=options.only, add=options.add
+        options.out,
+        parallel=options.parallel,
+        only=options.only,
+        add=options.add,
+        start=fleet.launcher(options.fork),
     )
     for name, error in found["failed"].items():
         say(f"FAILED {name}: {error}")
