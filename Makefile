@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # One compute thread a process: two threads on a busy two-core machine ran ten times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: sweep test lint unit train-tiny clean
+.PHONY: sweep test lint unit train-tiny train-tiny-k3 clean
 
 sweep: $(VENV)/.ready
 	$(BIN)/python -m dspark_k3.cli sweep --out $(OUT)
@@ -26,6 +26,10 @@ unit: $(VENV)/.ready
 
 train-tiny: $(VENV)/.ready
 	$(BIN)/python -m experiments.train_tiny --out experiments/tiny
+
+# On one GPU.
+train-tiny-k3: $(VENV)/.ready
+	$(BIN)/python -m experiments.train_tiny_k3 --out experiments/tiny
 
 $(VENV)/.ready: pyproject.toml scripts/setup.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh

@@ -143,7 +143,7 @@ class DSparkDrafter(nn.Module):
         rows = c.block_inputs(draft_length)
         block = anchor.new_full((anchor.shape[0], rows), c.mask_token_id)
         block[:, 0] = anchor
-        positions = position[:, None] + torch.arange(rows)
+        positions = position[:, None] + torch.arange(rows, device=anchor.device)
         hidden = self.prediction_rows(self.block_hidden(block, positions, context))
         base = self.lm_head(hidden)
         previous = anchor

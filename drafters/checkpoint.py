@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drafters.backbone import DSparkDrafter
 from drafters.config import CheckpointError, load_config
-from drafters.target import Qwen3Config, Qwen3Target
+from drafters.target import Qwen3Config, Qwen3Target, Target
 
 #: K3's names for what DeepSpec calls otherwise.
 _K3_NAMES = {
@@ -30,9 +30,7 @@ _K3_NAMES = {
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
-def load_drafter(
-    directory: str | Path, target: Qwen3Target | None = None
-) -> DSparkDrafter:
+def load_drafter(directory: str | Path, target: Target | None = None) -> DSparkDrafter:
     """The drafter in ``directory``, in fp32 evaluation mode.
 
     ``target`` supplies the embedding and LM head when the checkpoint leaves them out
@@ -49,17 +47,12 @@ def load_drafter(
     shared: dict[str, Tensor] = {}
     if target is not None:
         config.check_against(
-            target_vocab_size=target.config.vocab_size,
-            target_hidden_size=target.config.hidden_size,
-            num_target_layers=target.config.num_layers,
+            target_vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            num_target_layers=target.num_layers,
         )
-        shared = dict(
-            zip(
-                _SHARED,
-                (target.model.embed_tokens.weight.data, target.lm_head.weight.data),
-                strict=True,
-            )
-        )
+        pair = (target.embedding.data.float(), target.head.data.float())
+        shared = dict(zip(_SHARED, pair, strict=True))
     for name in _SHARED:
         if name not in weights:
             if name not in shared:
@@ -120,13 +113,24 @@ def save_checkpoint(
     module: nn.Module,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write config.json and model.safetensors; weights rounded to ``dtype``."""
+    """Write config.json and model.safetensors; weights rounded to ``dtype``.
+
+    A drafter whose config names ``K3DSparkModel`` is written under K3's names and
+    without the embedding and LM head it shares with the target.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     tensors = {
-        k: v.detach().to(dtype).contiguous() for k, v in module.state_dict().items()
+        k: v.detach().to("cpu", dtype).contiguous()
+        for k, v in module.state_dict().items()
     }
+    if "K3DSparkModel" in config.get("architectures", ()):
+        for name in _SHARED:
+            del tensors[name]
+        for theirs, ours in _K3_NAMES.items():
+            for name in [name for name in tensors if name.startswith(ours)]:
+                tensors[theirs + name.removeprefix(ours)] = tensors.pop(name)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

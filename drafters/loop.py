@@ -17,7 +17,7 @@ from torch import Tensor
 from drafters.backbone import DSparkDrafter, extend_context
 from drafters.rules import verify
 from drafters.sampling import probs_from_logits, sample
-from drafters.target import Qwen3Target, crop_cache
+from drafters.target import Target
 
 #: Confidence probabilities [B, k] to verified lengths [B]. To stay lossless it may look
 #: at confidences as `drafters.schedule` does, never at what came of a draft.
@@ -47,7 +47,7 @@ class Trace:
 
 @torch.no_grad()
 def speculate(
-    target: Qwen3Target,
+    target: Target,
     drafter: DSparkDrafter,
     prompt: Sequence[int],
     *,
@@ -82,16 +82,22 @@ def speculate(
         return sample(probs, generator)
 
     trace = Trace()
-    logits, features, cache = target(torch.tensor([list(prompt)]), taps)
-    positions = torch.arange(len(prompt))[None]
+    where = target.embedding.device
+    logits, features, cache = target(torch.tensor([list(prompt)], device=where), taps)
+    positions = torch.arange(len(prompt), device=where)[None]
     context = drafter.context_kv(features, positions)
     anchor = draw(target_probs(logits[:, -1]))
     committed = len(prompt)  # tokens whose keys and features are in both caches
     while not _finish(trace, [int(anchor)], max_new_tokens, stop_ids):
         draft = drafter.propose(
-            anchor, torch.tensor([committed]), context, draft_length, draft_probs, draw
+            anchor,
+            torch.tensor([committed], device=where),
+            context,
+            draft_length,
+            draft_probs,
+            draw,
         )
-        lengths = torch.tensor([draft_length])
+        lengths = torch.tensor([draft_length], device=where)
         if draft.confidence_logits is not None:
             trace.confidence_logits.append(draft.confidence_logits[0].tolist())
             if policy is not None:
@@ -99,6 +105,7 @@ def speculate(
         width = 1 + int(lengths)
         rows = torch.cat((anchor[:, None], draft.tokens[:, : width - 1]), 1)
         logits, features, grown = target(rows, taps, cache)
+        assert features is not None
         verdict = verify(
             rule,
             draft.tokens[:, : width - 1],
@@ -111,8 +118,8 @@ def speculate(
         trace.proposed.append(draft_length)
         trace.verified.append(width - 1)
         trace.accepted.append(kept - 1)
-        cache = crop_cache(grown, committed + kept)
-        positions = torch.arange(committed, committed + kept)[None]
+        cache = target.crop(grown, committed + kept)
+        positions = torch.arange(committed, committed + kept, device=where)[None]
         context = extend_context(
             context, drafter.context_kv(features[:, :kept], positions)
         )
@@ -120,7 +127,7 @@ def speculate(
         run = verdict.tokens[0, :kept].tolist()
         if _finish(trace, run[:-1], max_new_tokens, stop_ids):
             break
-        anchor = torch.tensor(run[-1:])
+        anchor = torch.tensor(run[-1:], device=where)
     return trace
 
 
@@ -140,7 +147,7 @@ def _finish(
 
 @torch.no_grad()
 def decode_plainly(
-    target: Qwen3Target,
+    target: Target,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -152,7 +159,8 @@ def decode_plainly(
     if not prompt:
         raise ValueError("prompt is empty: the target needs at least one token")
     trace = Trace()
-    logits, _, cache = target(torch.tensor([list(prompt)]))
+    where = target.embedding.device
+    logits, _, cache = target(torch.tensor([list(prompt)], device=where))
     while True:
         probs = probs_from_logits(logits[:, -1].double(), temperature)
         token = sample(probs, generator)

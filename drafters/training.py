@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.backbone import DSparkDrafter
-from drafters.target import Qwen3Target
+from drafters.captured import Step
+from drafters.target import Qwen3Target, Target
 
 #: Yields batches of token ids [B, T + 1].
 Batches = Iterator[Tensor]
@@ -49,47 +50,47 @@ class Schedule:
         )
 
 
-def _optimise(
-    parameters: list[nn.Parameter],
-    schedule: Schedule,
-    loss_of: Callable[[], Tensor],
-    report: Report,
-) -> None:
-    optimiser = torch.optim.AdamW(
-        parameters, betas=(0.9, 0.95), weight_decay=schedule.weight_decay
-    )
-    for step in range(schedule.steps):
-        for group in optimiser.param_groups:
-            group["lr"] = schedule.rate(step)
-        loss = loss_of()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, schedule.clip)
-        optimiser.step()
-        if step % 50 == 0 or step == schedule.steps - 1:
-            report(step, f"loss {loss.item():.3f}")
+def optimise(
+    step: Step, schedule: Schedule, inputs: Iterator[tuple[Tensor, ...]], report: Report
+) -> bool:
+    """``schedule.steps`` steps on one tuple of ``inputs`` each; whether they ended as
+    replays of a CUDA graph. What keeps a CUDA device from that is reported."""
+    told = False
+    for number in range(schedule.steps):
+        loss = step(schedule.rate(number), *next(inputs))
+        if step.obstacle is not None and not told:
+            told = True
+            report(number, f"steps run uncaptured ({step.obstacle})")
+        if number % 50 == 0 or number == schedule.steps - 1:
+            report(number, f"loss {loss.item():.3f}")
+    return step.captured
 
 
 def train_target(
     target: Qwen3Target, batches: Batches, schedule: Schedule, report: Report
-) -> None:
-    """Next-token cross-entropy (nats per token)."""
+) -> bool:
+    """Next-token cross-entropy (nats per token). Returns as `optimise` does."""
 
-    def loss() -> Tensor:
-        tokens = next(batches)
+    def loss_of(tokens: Tensor) -> Tensor:
         logits, _, _ = target(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    _optimise(list(target.parameters()), schedule, loss, report)
+    step = Step(
+        target.parameters(),
+        loss_of,
+        clip=schedule.clip,
+        weight_decay=schedule.weight_decay,
+    )
+    return optimise(step, schedule, ((tokens,) for tokens in batches), report)
 
 
-def initialise(drafter: DSparkDrafter, target: Qwen3Target) -> None:
+def initialise(drafter: DSparkDrafter, target: Target) -> None:
     """Share the target's embedding and head, frozen; start the Markov bias at zero.
 
     W1 ~ N(0, 0.5) and W2 = 0: with the usual 0.02 for both the head hardly learns.
     """
-    drafter.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight.data)
-    drafter.lm_head.weight.data.copy_(target.lm_head.weight.data)
+    drafter.embed_tokens.weight.data.copy_(target.embedding.data)
+    drafter.lm_head.weight.data.copy_(target.head.data)
     drafter.embed_tokens.weight.requires_grad_(False)
     drafter.lm_head.weight.requires_grad_(False)
     if drafter.markov_head is not None:
@@ -104,15 +105,16 @@ def block_mask(anchors: Tensor, context: int, block: int) -> Tensor:
     anchor's own target features do not exist yet when it drafts) and all of itself.
     """
     batch, count = anchors.shape
-    owner = torch.arange(count).repeat_interleave(block)
-    sees_context = torch.arange(context) < anchors[:, owner, None]
+    where = anchors.device
+    owner = torch.arange(count * block, device=where) // block
+    sees_context = torch.arange(context, device=where) < anchors[:, owner, None]
     sees_block = (owner[:, None] == owner).expand(batch, -1, -1)
     return torch.cat((sees_context, sees_block), -1)
 
 
 def drafter_loss(
     drafter: DSparkDrafter,
-    target: Qwen3Target,
+    target: Target,
     tokens: Tensor,
     anchors: Tensor,
     decay: float = 4.0,
@@ -127,70 +129,105 @@ def drafter_loss(
     count = anchors.shape[1]
     with torch.no_grad():
         logits, features, _ = target(tokens, c.target_layer_ids)
-    positions = torch.arange(length).expand(batch, length)
+    where = tokens.device
+    positions = torch.arange(length, device=where).expand(batch, length)
     context = drafter.context_kv(features, positions)
-    offsets = torch.arange(block)
+    offsets = torch.arange(block, device=where)
     at = anchors[:, :, None] + offsets  # position of each slot's input
-    rows = torch.arange(batch)[:, None, None]
-    inputs = torch.full((batch, count, block), c.mask_token_id)
-    inputs[:, :, 0] = tokens[torch.arange(batch)[:, None], anchors]
+    rows = torch.arange(batch, device=where)[:, None, None]
+    inputs = torch.full((batch, count, block), c.mask_token_id, device=where)
+    inputs[:, :, 0] = tokens[rows[:, :, 0], anchors]
     hidden = drafter.block_hidden(
         inputs.flatten(1),
         at.flatten(1),
         context,
         block_mask(anchors, length, block),
     ).view(batch, count, block, -1)
-    base = drafter.lm_head(hidden)
     previous, labels = tokens[rows, at], tokens[rows, at + 1]
     goal = logits[rows, at].softmax(-1)
     state = embedded = None
     if drafter.markov_head is not None:
         state = drafter.markov_head.initial_state(batch * count).view(batch, count, -1)
-    total = base.new_zeros(())
     weight = torch.exp(-offsets / decay)
-    for j in range(block):
-        scores = base[:, :, j]
-        if drafter.markov_head is not None:
-            embedded = drafter.markov_head.embed(previous[:, :, j])
-            bias, state = drafter.markov_head.step(embedded, hidden[:, :, j], state)
-            scores = scores + bias
-        distance = (scores.softmax(-1) - goal[:, :, j]).abs().sum(-1)
-        entropy = F.cross_entropy(
-            scores.flatten(0, 1), labels[:, :, j].flatten(), reduction="mean"
-        )
-        loss = 0.1 * entropy + 0.9 * distance.mean()
-        if drafter.confidence_head is not None:
-            confidence = drafter.confidence_head(hidden[:, :, j], embedded)
-            loss = loss + F.binary_cross_entropy_with_logits(
-                confidence, (1 - distance / 2).detach().clamp(0, 1)
+    # Heads and losses stay in the weights' precision under autocast.
+    with torch.autocast(where.type, enabled=False):
+        hidden = hidden.to(drafter.lm_head.weight.dtype)
+        base = drafter.lm_head(hidden)
+        total = base.new_zeros(())
+        for j in range(block):
+            scores = base[:, :, j]
+            if drafter.markov_head is not None:
+                embedded = drafter.markov_head.embed(previous[:, :, j])
+                bias, state = drafter.markov_head.step(embedded, hidden[:, :, j], state)
+                scores = scores + bias
+            distance = (scores.softmax(-1) - goal[:, :, j]).abs().sum(-1)
+            entropy = F.cross_entropy(
+                scores.flatten(0, 1), labels[:, :, j].flatten(), reduction="mean"
             )
-        total = total + weight[j] * loss
+            loss = 0.1 * entropy + 0.9 * distance.mean()
+            if drafter.confidence_head is not None:
+                confidence = drafter.confidence_head(hidden[:, :, j], embedded)
+                loss = loss + F.binary_cross_entropy_with_logits(
+                    confidence, (1 - distance / 2).detach().clamp(0, 1)
+                )
+            total = total + weight[j] * loss
     return total / weight.sum()
+
+
+def drafter_step(
+    drafter: DSparkDrafter,
+    target: Target,
+    schedule: Schedule,
+    autocast: torch.dtype | None = None,
+) -> Step:
+    """The step of `train_drafter`: its inputs are those of `drafter_loss`."""
+
+    def loss_of(tokens: Tensor, anchors: Tensor) -> Tensor:
+        # No cached casts: they would outlive a step.
+        with torch.autocast(
+            tokens.device.type,
+            autocast,
+            enabled=autocast is not None,
+            cache_enabled=False,
+        ):
+            return drafter_loss(drafter, target, tokens, anchors)
+
+    return Step(
+        [p for p in drafter.parameters() if p.requires_grad],
+        loss_of,
+        clip=schedule.clip,
+        weight_decay=schedule.weight_decay,
+    )
 
 
 def train_drafter(
     drafter: DSparkDrafter,
-    target: Qwen3Target,
+    target: Target,
     batches: Batches,
     schedule: Schedule,
     report: Report,
     *,
     anchors_per_sequence: int = 24,
     generator: torch.Generator | None = None,
-) -> None:
-    """Train against the frozen target; its logits and features are made on the fly."""
-    target.requires_grad_(False)
+    autocast: torch.dtype | None = None,
+) -> bool:
+    """Train against the frozen target; its logits and features are made on the fly.
+
+    ``autocast`` is the dtype of matrix products, or None for that of the weights.
+    Returns as `optimise` does.
+    """
     last = drafter.config.block_size + 1
 
-    def loss() -> Tensor:
-        tokens = next(batches)[:, :-1]
-        anchors = torch.randint(
-            1,
-            tokens.shape[1] - last,
-            (tokens.shape[0], anchors_per_sequence),
-            generator=generator,
-        )
-        return drafter_loss(drafter, target, tokens, anchors)
+    def inputs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches:
+            tokens = batch[:, :-1]
+            anchors = torch.randint(
+                1,
+                tokens.shape[1] - last,
+                (tokens.shape[0], anchors_per_sequence),
+                generator=generator,
+            )
+            yield tokens, anchors.to(tokens.device)
 
-    parameters = [p for p in drafter.parameters() if p.requires_grad]
-    _optimise(parameters, schedule, loss, report)
+    step = drafter_step(drafter, target, schedule, autocast)
+    return optimise(step, schedule, inputs(), report)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -260,8 +259,10 @@ def test_k3_format_shares_the_targets_embedding_and_head(tmp_path: Path) -> None
             if name.startswith(ours):
                 name = name.replace(ours, theirs)
         weights["final_norm.weight" if name == "norm.weight" else name] = tensor
-    save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(k3_json()))
+    save_checkpoint(tmp_path, k3_json(), drafter, torch.float32)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], weights[name]) for name in weights)
     with pytest.raises(CheckpointError, match="embed_tokens"):
         load_drafter(tmp_path)
     target = small_target()
