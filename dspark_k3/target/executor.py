@@ -29,6 +29,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from dspark_k3.settings import Settings
+from dspark_k3.target import graphs
 from dspark_k3.target.counters import Reason, StepCounters
 from dspark_k3.target.sublayers import Dense, Head, Kda, Mix, Mla, Moe, Stock, Sublayer
 from verify_kernels.batch import MAX_ROWS
@@ -125,8 +126,6 @@ class Executor:
         if settings.ours("lm_head"):
             model.lm_head.quant_method = Head(model.lm_head, pdl=settings.pdl)
         self.counters = StepCounters()
-        #: Set by the model state while vLLM prepares and captures graphs.
-        self.warming_up = False
 
     def embed_input_ids(self, ids: Tensor) -> Tensor:
         """Rows of the embedding, by vLLM."""
@@ -145,7 +144,7 @@ class Executor:
         )
         if reason != "ours":
             return None
-        if self.warming_up and not torch.cuda.is_current_stream_capturing():
+        if graphs.capture_under_way() and not torch.cuda.is_current_stream_capturing():
             # The run before a capture: of a whole graph, which is ours, or of pieces,
             # which are vLLM's. Both must have loaded their kernels by then.
             shape = (positions.shape[0], self._backbone.config.hidden_size)

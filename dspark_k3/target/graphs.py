@@ -15,12 +15,13 @@ verification keeps vLLM's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu import cudagraph_utils, input_batch
 
 from dspark_k3 import settings
 from dspark_k3.seams import UnsupportedEngine
@@ -47,8 +48,25 @@ _FIELDS = (
 )
 
 
+_under_way = False
+
+
+def capture_under_way() -> bool:
+    """Whether the target's graphs are being captured: every step is a dummy then."""
+    return _under_way
+
+
 class RaggedGraphManager(cudagraph_utils.ModelCudaGraphManager):
     """vLLM's graph manager; for our target it captures ragged decode graphs as well."""
+
+    def capture(self, *arguments: Any, **keywords: Any) -> Any:
+        """vLLM's capture; `capture_under_way` while it lasts."""
+        global _under_way
+        _under_way = True
+        try:
+            return super().capture(*arguments, **keywords)
+        finally:
+            _under_way = False
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
@@ -90,6 +108,50 @@ class RaggedGraphManager(cudagraph_utils.ModelCudaGraphManager):
         candidates.insert(len(uniform), graph)
 
 
+_DUMMY_ARGUMENTS = (
+    "input_batch",
+    "block_tables",
+    "context_len",
+    "num_kv_blocks",
+    "max_model_len",
+    "input_block_tables",
+)
+_stock_dummy_context = input_batch.set_dummy_context
+
+
+def separate_dummy_context(
+    batch: Any,
+    block_tables: Any,
+    context_len: int,
+    num_kv_blocks: int,
+    max_model_len: int,
+    input_block_tables: Sequence[Tensor] | None = None,
+) -> None:
+    """vLLM's `set_dummy_context` with blocks of its own for every cache group.
+
+    vLLM gives every group the same blocks, though groups share the bytes of a block, so
+    the steps that price adaptive verification read KDA's float32 states as MLA's bf16
+    lines. Seen on an H200 with tiny-k3: NaN in the drafter's logits, a token id past
+    the vocabulary, and an index assertion in the next Markov step. Here group g has the
+    blocks 1 + g n .. (g + 1) n, n the G-th part of all but the null block.
+    """
+    tables = input_block_tables or block_tables.input_block_tables
+    share = (num_kv_blocks - 1) // max(len(tables), 1)
+    if share < 1:
+        return
+    _stock_dummy_context(
+        batch, block_tables, context_len, share, max_model_len, input_block_tables
+    )
+    context = int(batch.num_computed_tokens_np[0])
+    if not context:
+        return
+    width = batch.max_query_len or int(batch.num_scheduled_tokens.max())
+    sizes = block_tables.block_sizes
+    for group, (table, size) in enumerate(zip(tables, sizes, strict=True)):
+        used = min(-(-(context + width) // size), table.shape[1])
+        table[: batch.num_reqs, :used] += 1 + group * share
+
+
 def capture_ragged_decode() -> None:
     """Let this process's model runner build `RaggedGraphManager`.
 
@@ -104,7 +166,9 @@ def capture_ragged_decode() -> None:
     if found is RaggedGraphManager:
         return
     check_manager(found)
+    check_dummy_context(getattr(model_runner, "set_dummy_context", None))
     model_runner.ModelCudaGraphManager = RaggedGraphManager
+    model_runner.set_dummy_context = separate_dummy_context
 
 
 def check_manager(manager: Any) -> None:
@@ -125,6 +189,20 @@ def check_manager(manager: Any) -> None:
             f"cannot capture CUDA graphs for ragged decode steps: {wrong}, which is "
             "not vLLM 0.33. Install vllm==0.33.*, or take a plug-in that replaces the "
             "graph manager out"
+        )
+
+
+def check_dummy_context(found: Any) -> None:
+    """Raise seams.UnsupportedEngine unless ``found`` is 0.33's `set_dummy_context`."""
+    wrong = None
+    if found is not _stock_dummy_context:
+        wrong = f"the model runner uses {found!r}"
+    elif (got := tuple(inspect.signature(found).parameters)) != _DUMMY_ARGUMENTS:
+        wrong = f"set_dummy_context takes {', '.join(got)}"
+    if wrong is not None:
+        raise UnsupportedEngine(
+            f"cannot give profiling steps blocks of their own: {wrong}, which is not "
+            "vLLM 0.33. Install vllm==0.33.*"
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.models.kimi_k3.nvidia.model_state import KimiK3ModelState
 
+from dspark_k3.target import graphs
+
 
 class CountedK3State(KimiK3ModelState):
     """Builds the executor as vLLM's state builds its own, and counts."""
@@ -32,10 +34,7 @@ class CountedK3State(KimiK3ModelState):
             **keywords,
         )
         executor = self.language_model.specialized_decode
-        if executor is None:
-            return metadata
-        executor.warming_up = for_capture
-        if not for_capture:
+        if executor is not None and not for_capture and not graphs.capture_under_way():
             padded = cudagraph_mode == CUDAGraphMode.FULL
             rows = (
                 input_batch.num_tokens_after_padding

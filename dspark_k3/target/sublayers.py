@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sublayers of a K3 layer that our executor runs, over vLLM's own modules.
 
-Every one takes bf16 rows [M, hidden], M = 1 .. 64, and returns new rows of that shape;
-none keeps a row from one step to the next. They read vLLM's modules and change none, so
-vLLM's forward stays what it is for the steps that are left to it.
+Every one takes bf16 rows [M, hidden], M = 1 .. 64, and returns new rows of that shape.
+They read vLLM's modules and change none, so vLLM's forward stays what it is for the
+steps that are left to it. Attention writes the rows of live requests only, so it gets
+rows that begin as zeros: what pads a graph is finite.
 
 A sublayer that is not ours, by the settings' ``ops``, is the module's own forward
 (`Stock`). A sharded sublayer ends in vLLM's all-reduce.
@@ -159,13 +160,15 @@ class Kda:
         self._splits = [3 * width, width, module.head_dim, module.local_num_heads]
         if module.in_proj_padding:
             self._splits.append(module.in_proj_padding)
+        like = module.o_proj.weight
+        self._out = like.new_zeros(1, MAX_ROWS, module.local_num_heads, module.head_dim)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         module, rows = self._module, hidden.shape[0]
         heads = (module.local_num_heads, module.head_dim)
         packed = self._in_proj.one(hidden).split(self._splits, dim=-1)
         mixed_qkv, gate, decay, beta = packed[:4]
-        out = hidden.new_empty(1, rows, *heads)
+        out = self._out[:, :rows]
         module._forward(
             mixed_qkv=mixed_qkv,
             g1=self._f_b.one(decay).view(1, rows, *heads),
@@ -191,6 +194,7 @@ class Mla:
             module.qk_rope_head_dim,
             self._value_width,
         ]
+        self._out = module.o_proj.weight.new_zeros(MAX_ROWS, self._value_width)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         module = self._module
@@ -204,7 +208,7 @@ class Mla:
             module.rms_norm_eps,
         )
         query = self._q_b.one(query_latent)
-        out = hidden.new_empty(hidden.shape[0], self._value_width)
+        out = self._out[: hidden.shape[0]]
         module._attention(
             positions,
             query.view(-1, module.num_local_heads, module.qk_head_dim),

@@ -23,7 +23,7 @@ pytest.importorskip("vllm.models.kimi_k3")
 
 from vllm.config import CUDAGraphMode
 
-from dspark_k3.target import executor, sublayers
+from dspark_k3.target import executor, graphs, sublayers
 
 HIDDEN = 32
 LAYERS = 5
@@ -267,7 +267,7 @@ def test_the_run_before_a_capture_warms_ours_and_vllms(
     ours = make(model, attn_res="ours")
     ran: list[tuple[int, ...]] = []
     monkeypatch.setattr(ours, "run", lambda step, ids, rows: ran.append(rows.shape))
-    ours.warming_up = warming_up
+    monkeypatch.setattr(graphs, "capture_under_way", lambda: warming_up)
     positions = torch.arange(3)
     step = ours.plan(positions, None)
     assert step is (positions if planned else None)
@@ -302,8 +302,17 @@ def test_kda_wires_its_projections_as_vllm_packs_them() -> None:
     raw = product(decay, module.f_b_proj.weight).bfloat16().unflatten(-1, (2, 16))
     core = (q + 2 * k + 3 * v + raw * gate + beta[..., None]).flatten(1)
     wanted = product(core, module.o_proj.weight).bfloat16()
-    ours = sublayers.Kda(module, pdl=True)(hidden, torch.arange(3))
-    assert torch.equal(ours, wanted)
+    kda = sublayers.Kda(module, pdl=True)
+    assert torch.equal(kda(hidden, torch.arange(3)), wanted)
+
+
+def test_rows_that_attention_does_not_write_are_finite() -> None:
+    """A graph's padding rows: vLLM's own are whatever memory held."""
+    module = Recurrence()
+    module._forward = lambda **_: None  # type: ignore[method-assign]
+    nan = torch.full((64, HIDDEN), torch.nan).bfloat16()
+    out = sublayers.Kda(module, pdl=True)(nan, torch.arange(64))
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 class Latent(nn.Module):

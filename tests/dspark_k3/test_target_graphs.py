@@ -276,3 +276,87 @@ def test_a_manager_of_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(graphs, "_FIELDS", graphs._FIELDS[:-1])
         with pytest.raises(seams.UnsupportedEngine, match=r"has the fields cg_mode"):
             graphs.check_manager(stock)
+
+
+@pytest.mark.parametrize("blocks", [4000, 40])
+def test_profiling_steps_give_every_cache_group_its_own_blocks(blocks: int) -> None:
+    """With vLLM's own, KDA states were read as MLA lines on an H200 (NaN)."""
+    import numpy as np
+    import torch
+
+    from dspark_k3.target import graphs
+
+    requests, width, context = 6, 8, 500
+    sizes = [2048, 2048, 128, 128]
+    tables = [torch.zeros(8, 16, dtype=torch.int32) for _ in sizes]
+    batch = SimpleNamespace(
+        num_reqs=requests,
+        max_query_len=width,
+        num_tokens=requests * width,
+        num_scheduled_tokens=np.full(requests, width, np.int32),
+        query_start_loc_np=np.arange(0, width * requests + 1, width, dtype=np.int32),
+        seq_lens=torch.full((requests,), width, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.full((requests,), width, dtype=torch.int32),
+        num_computed_tokens_np=np.zeros(requests, np.int32),
+        num_computed_prefill_tokens_np=np.zeros(requests, np.int32),
+        positions=torch.zeros(requests * width, dtype=torch.int64),
+    )
+    held = SimpleNamespace(input_block_tables=tables, block_sizes=sizes)
+    graphs.separate_dummy_context(batch, held, context, blocks, 1024)
+    assert batch.seq_lens.tolist() == [width + context] * requests
+    share = (blocks - 1) // len(sizes)
+    for group, (table, size) in enumerate(zip(tables, sizes, strict=True)):
+        used = -(-(context + width) // size)
+        given = table[:requests, :used]
+        assert given.min() >= 1 + group * share
+        assert given.max() <= (group + 1) * share < blocks
+        assert len(given.unique()) == min(requests * used, share)
+        assert not table[requests:].any()
+        assert not table[:, used:].any()
+
+
+def test_no_context_leaves_the_tables_alone() -> None:
+    import numpy as np
+    import torch
+
+    from dspark_k3.target import graphs
+
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    batch = SimpleNamespace(
+        num_reqs=2,
+        max_query_len=8,
+        num_scheduled_tokens=np.full(2, 8, np.int32),
+        num_computed_tokens_np=np.zeros(2, np.int32),
+    )
+    held = SimpleNamespace(input_block_tables=[table], block_sizes=[16])
+    graphs.separate_dummy_context(batch, held, 0, 100, 1024)
+    assert not table.any()
+
+
+def test_another_dummy_context_is_refused() -> None:
+    from dspark_k3.target import graphs
+
+    graphs.check_dummy_context(graphs._stock_dummy_context)
+    with pytest.raises(seams.UnsupportedEngine, match=r"not vLLM 0\.33"):
+        graphs.check_dummy_context(lambda batch: None)
+
+
+def test_capture_is_under_way_only_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    from dspark_k3.target import graphs
+
+    seen: list[bool] = []
+
+    def capture(self: Any, *arguments: Any) -> None:
+        seen.append(graphs.capture_under_way())
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(cudagraph_utils.ModelCudaGraphManager, "capture", capture)
+    made = manager(monkeypatch)
+    with pytest.raises(RuntimeError, match="no memory"):
+        made.capture("model")
+    assert seen == [True]
+    assert not graphs.capture_under_way()
