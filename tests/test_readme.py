@@ -80,3 +80,21 @@ def test_commands_in_readme_are_understood() -> None:
     assert commands == {"advise", "sweep", "plot", "doctor", "build"}
     for command in commands:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_tiny_k3_table_is_the_recorded_run() -> None:
+    """Acceptance lengths of the run through our executor, every text equal."""
+    lines = results.read(ROOT / "experiments" / "results" / "h200" / "tiny_k3.jsonl")
+    values = {line["variant"]: line for line in lines}
+    table = [values[f"tiny-k3 fixed-graph-k{k} greedy batch8"] for k in range(1, 8)]
+    assert all(all(line["gates"].values()) for line in table)
+    cells = " | ".join(f"{line['value']:.2f}" for line in table)
+    assert f"| {cells} |" in README
+    stdlib, generated = (
+        values[f"tiny-k3 fixed-graph-k7 T=1 {kind}"]["value"]
+        for kind in ("stdlib", "generated")
+    )
+    assert (
+        f"it is {stdlib:.2f} on standard-library text and {generated:.2f} on "
+        "generated text"
+    ) in README

@@ -131,9 +131,9 @@ def separate_dummy_context(
 
     vLLM gives every group the same blocks, though groups share the bytes of a block, so
     the steps that price adaptive verification read KDA's float32 states as MLA's bf16
-    lines. Seen on an H200 with tiny-k3: NaN in the drafter's logits, a token id past
-    the vocabulary, and an index assertion in the next Markov step. Here group g has the
-    blocks 1 + g n .. (g + 1) n, n the G-th part of all but the null block.
+    lines, which may be NaN. With tiny-k3 a drafted token id was past the vocabulary
+    there (H200, 2026-11-30: an index assertion in the second Markov step). Here group g
+    has the blocks 1 + g n .. (g + 1) n, n the G-th part of all but the null block.
     """
     tables = input_block_tables or block_tables.input_block_tables
     share = (num_kv_blocks - 1) // max(len(tables), 1)

@@ -331,6 +331,11 @@ RULES: tuple[Rule, ...] = (
         "leave --use-replayssm out",
     ),
     Rule(
+        "KDA states of no other request",
+        _is("cache_config.mamba_cache_mode", lambda v: v == "none"),
+        "pass --no-enable-prefix-caching",
+    ),
+    Rule(
         "caches that stay on the GPU",
         _absent("kv_transfer_config", "a KV connector or offloading"),
         "leave --kv-transfer-config and --kv-offloading-size out",

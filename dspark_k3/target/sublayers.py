@@ -161,14 +161,16 @@ class Kda:
         if module.in_proj_padding:
             self._splits.append(module.in_proj_padding)
         like = module.o_proj.weight
-        self._out = like.new_zeros(1, MAX_ROWS, module.local_num_heads, module.head_dim)
+        self._out = like.new_zeros(MAX_ROWS, module.local_num_heads, module.head_dim)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         module, rows = self._module, hidden.shape[0]
         heads = (module.local_num_heads, module.head_dim)
         packed = self._in_proj.one(hidden).split(self._splits, dim=-1)
         mixed_qkv, gate, decay, beta = packed[:4]
-        out = self._out[:, :rows]
+        # Strides as of a new tensor: vLLM's norm, in place, copies the rows onto
+        # themselves, which torch refuses where the strides differ.
+        out = self._out[:rows].unsqueeze(0)
         module._forward(
             mixed_qkv=mixed_qkv,
             g1=self._f_b.one(decay).view(1, rows, *heads),

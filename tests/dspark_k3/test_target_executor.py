@@ -291,7 +291,11 @@ class Recurrence(nn.Module):
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, **out: Tensor
     ) -> None:
         q, k, v = mixed_qkv.unflatten(-1, (3, 2, 16)).unbind(1)
-        out["core_attn_out"][0] = q + 2 * k + 3 * v + g1[0] * g2 + beta[0][..., None]
+        core = out["core_attn_out"]
+        core[0] = q + 2 * k + 3 * v + g1[0] * g2 + beta[0][..., None]
+        # As vLLM does after its norm, whose result is the same memory (seen on an
+        # H200: refused when the buffer was a slice along the second dimension).
+        core.copy_(core.view(-1, 16).view(core.shape))
 
 
 def test_kda_wires_its_projections_as_vllm_packs_them() -> None:

@@ -74,6 +74,7 @@ def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
             cache_dtype="auto",
             mamba_cache_dtype="auto",
             mamba_ssm_cache_dtype="auto",
+            mamba_cache_mode="none",
             use_replayssm=False,
         ),
         offload_config=SimpleNamespace(
@@ -262,6 +263,12 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
         "use_replayssm=True",
     ),
     (
+        "KDA states of no other request",
+        [("cache_config.mamba_cache_mode", "align")],
+        {},
+        "mamba_cache_mode='align'",
+    ),
+    (
         "caches that stay on the GPU",
         [("kv_transfer_config", object())],
         {},
@@ -398,7 +405,12 @@ VLLM_ATTRIBUTES = {
             "num_speculative_tokens",
             "num_speculative_tokens_per_batch_size",
         ],
-        "CacheConfig": ["cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"],
+        "CacheConfig": [
+            "cache_dtype",
+            "mamba_cache_dtype",
+            "mamba_ssm_cache_dtype",
+            "mamba_cache_mode",
+        ],
         "AttentionConfig": ["backend"],
         "CompilationConfig": ["cudagraph_mode", "mode"],
     }

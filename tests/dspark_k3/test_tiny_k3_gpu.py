@@ -58,15 +58,6 @@ def test_preempted_requests_resume(verdicts: dict[str, Any], name: str) -> None:
     assert verdict.passes(found), json.dumps(found["differences"][:5])
 
 
-@pytest.mark.parametrize("name", ["prefix-k7", "prefix-adaptive-k7"])
-def test_cached_prefixes_are_committed_ones(
-    verdicts: dict[str, Any], name: str
-) -> None:
-    found = case_of(verdicts, name)
-    assert found["prefix_hits"] > 0
-    assert verdict.passes(found), json.dumps(found["differences"][:5])
-
-
 @pytest.mark.parametrize("name", ["fixed-graph-k7", "adaptive-graph-k7"])
 def test_aborted_requests_disturb_no_other(verdicts: dict[str, Any], name: str) -> None:
     """Those not aborted, and a run afterwards, are among the compared groups."""

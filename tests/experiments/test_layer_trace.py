@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces cut into steps and layers, against traces whose times are known."""
 
+import lzma
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from experiments.gpu_engine.segment import Kernel
 from tests.experiments import fake_gpu
 
 KINDS = layer_kinds(8)
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.mark.parametrize("mix", [fake_gpu.STOCK_MIX, fake_gpu.OUR_MIX])
@@ -176,3 +178,23 @@ def test_shapes_are_those_of_the_whole_model() -> None:
     assert share["vocab_size"] * 16 == 163840
     assert k3_shapes.drafter_config(4)["target_layer_ids"] == [0, 1, 2]
     assert max(k3_shapes.drafter_config(8)["target_layer_ids"]) < 8
+
+
+def test_a_recorded_trace_is_cut_into_its_layers(tmp_path: Path) -> None:
+    """Two plain decode steps of stock vLLM 0.33, K3 cut to 8 layers, a TP 16 share,
+    batch 1, on an H200 (2026-11-30): the activities alone, times from the first."""
+    recorded = DATA / "stock_k3_8_layers_tp16.trace.json.xz"
+    path = tmp_path / "trace.json"
+    path.write_bytes(lzma.open(recorded).read())
+    steps = [
+        segment.split_layers(step, 8)
+        for step in segment.split_steps(segment.read_trace(path))
+    ]
+    assert len(steps) == 2
+    times = segment.layer_times(steps, KINDS)
+    counted = {kind: (time.kernels, time.layers) for kind, time in times.items()}
+    assert counted == {"dense": (14, 1), "kda": (26, 5), "mla": (30, 2)}
+    spans = {kind: time.span_us for kind, time in times.items()}
+    assert spans == pytest.approx({"dense": 80, "kda": 129, "mla": 142.5}, rel=0.02)
+    assert any("fused_recurrent_kda" in name for name in times["kda"].names)
+    assert any("FlashAttn" in name for name in times["mla"].names)

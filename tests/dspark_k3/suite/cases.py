@@ -177,39 +177,7 @@ def first_cases() -> list[Case]:
             options=spoken,
         ),
     ]
-    return cases + prefix_cases()
-
-
-def prefix_cases(k: int = 7) -> list[Case]:
-    """Prefix caching: prompts that share their beginning, each asked twice, so that the
-    second time states and cache lines come from other requests."""
-    text = held_out_bytes("stdlib")
-    shared = {
-        "prompts": [
-            list(text[150000:][:300] + text[160000 + 500 * i :][: 20 + 40 * i])
-            for i in range(6)
-        ],
-        "max_tokens": SHORT,
-    }
-    logged = {**shared, "logprobs": 2}
-    engine = {"enable_prefix_caching": True}
-    options = {"groups": {"first": shared, "again": shared}}
-    return [
-        Case(
-            "plain-prefix",
-            engine=engine,
-            options={"groups": {"first": logged, "again": logged}},
-        ),
-        Case(f"prefix-k{k}", k, "plain-prefix", engine=engine, options=options),
-        Case(
-            f"prefix-adaptive-k{k}",
-            k,
-            "plain-prefix",
-            adaptive=True,
-            engine=engine,
-            options=options,
-        ),
-    ]
+    return cases
 
 
 def preemption_cases(geometry: dict[str, Any], k: int = 7) -> list[Case]:

@@ -27,7 +27,6 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
         "sampled": {},
     }
     found["preemptions"] = metric(llm, "vllm:num_preemptions")
-    found["prefix_hits"] = metric(llm, "vllm:prefix_cache_hits")
     if name := options.get("abort"):
         found["abort"] = abort(llm, groups[name])
     for name, group in options.get("sampled", {}).items():

@@ -56,15 +56,14 @@ def suite(
     if add and (out / "verdicts.json").is_file():
         found = json.loads((out / "verdicts.json").read_text())
 
-    def execute(wanted: Sequence[Case], exclusive: bool = False) -> None:
+    def execute(wanted: Sequence[Case], alone: bool = False) -> None:
         outcomes = run(
             [cases.spec(case) for case in wanted],
             out,
-            parallel=parallel,
-            exclusive=exclusive,
+            parallel=1 if alone else parallel,
+            exclusive=alone,
             progress=say,
-            # What is compared with an engine without our plug-in starts as users do.
-            start=fleet.launch if exclusive else start,
+            start=start,
         )
         for name, outcome in outcomes.items():
             if outcome.ok:
@@ -116,7 +115,9 @@ def suite(
         found["logits"] = verdict.logits(vectors, reference or engine_free())
     unasked = selected(cases.unasked_cases(), only)
     if unasked:
-        execute(unasked, exclusive=True)
+        # Idle engines beside it seem to slow one down: of four timed in turn on an
+        # H200 (2026-11-30), each was slower the more of the others still lived.
+        execute(unasked, alone=True)
         for k in (0, 7):
             names = f"installed-k{k}", f"absent-k{k}"
             if all(name in results for name in names):

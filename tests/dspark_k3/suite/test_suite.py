@@ -81,7 +81,6 @@ class Engines:
             "groups": groups,
             "block_size": 128,
             "sampled": dict.fromkeys(options.get("sampled", {}), counts),
-            "prefix_hits": 256 * spec.engine["enable_prefix_caching"],
             "preemptions": 3 if "num_gpu_blocks_override" in spec.engine else 0,
             "counters": {"ours": 40} if asked else {},
             "target_modules": ["dspark_k3.target.model"],

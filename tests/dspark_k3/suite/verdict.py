@@ -71,7 +71,6 @@ def judge(
         "executor_ran": counters.get("ours", 0) > 0,
         "edges_crossed": edges(case, result["block_size"]),
         "preemptions": result["preemptions"],
-        "prefix_hits": result["prefix_hits"],
     }
     if "abort" in result:
         aborted = result["abort"]["aborted"].values()
