@@ -185,7 +185,7 @@ def test_a_recorded_trace_is_cut_into_its_layers(tmp_path: Path) -> None:
     batch 1, on an H200 (2026-11-30): the activities alone, times from the first."""
     recorded = DATA / "stock_k3_8_layers_tp16.trace.json.xz"
     path = tmp_path / "trace.json"
-    path.write_bytes(lzma.open(recorded).read())
+    path.write_bytes(lzma.decompress(recorded.read_bytes()))
     steps = [
         segment.split_layers(step, 8)
         for step in segment.split_steps(segment.read_trace(path))
