@@ -31,44 +31,18 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from dspark_k3.settings import Settings
 from dspark_k3.target import graphs
 from dspark_k3.target.counters import Reason, StepCounters
-from dspark_k3.target.sublayers import Dense, Head, Kda, Mix, Mla, Moe, Stock, Sublayer
+from dspark_k3.target.sublayers import (
+    Dense,
+    Head,
+    Kda,
+    Mix,
+    Mla,
+    Moe,
+    Stock,
+    StockMix,
+    Sublayer,
+)
 from verify_kernels.batch import MAX_ROWS
-
-
-class StockMix:
-    """vLLM's AttnRes kernel with the arguments of `sublayers.Mix`."""
-
-    def __init__(
-        self,
-        norm: nn.Module,
-        query: nn.Module,
-        output_norm: nn.Module | None,
-        *,
-        num_blocks: int,
-        write: bool = False,
-        restart: bool = False,
-    ) -> None:
-        from vllm.models.kimi_k3.nvidia.ops import attn_res
-
-        self._launch = attn_res
-        self._weights = (norm.weight.data, query.weight.data.squeeze(0))
-        self._output = None if output_norm is None else output_norm.weight.data
-        self._keywords = {
-            "num_blocks": num_blocks,
-            "block_write_idx": num_blocks if write else -1,
-            "eps": norm.variance_epsilon,
-            "output_norm_eps": getattr(output_norm, "variance_epsilon", 0.0),
-        }
-        self._restart = restart
-
-    def __call__(self, prefix: Tensor, delta: Tensor | None, blocks: Tensor) -> Tensor:
-        if self._restart:
-            assert delta is not None
-            prefix.copy_(delta)
-            delta = None
-        return self._launch(
-            prefix, delta, blocks, *self._weights, self._output, **self._keywords
-        )
 
 
 class Layer:

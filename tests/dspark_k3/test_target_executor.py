@@ -424,6 +424,28 @@ def test_moe_adds_routed_and_shared() -> None:
     assert torch.equal(ours, up + shared)
 
 
+def test_weights_that_one_launch_serves_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound: list[int] = []
+
+    class Counted(FakeGemm):
+        def bind(self, ws: Sequence[Tensor]) -> Any:
+            bound.append(len(ws))
+            return super().bind(ws)
+
+    monkeypatch.setattr(sublayers, "SkinnyGemm", Counted)
+    layers = [weight(6, HIDDEN), weight(12, HIDDEN)]
+    dtypes = [torch.float32, torch.bfloat16]
+    x = torch.randn(3, HIDDEN).bfloat16()
+    apart = sublayers.Gemm(layers, dtypes=dtypes, pdl=True)(x)
+    monkeypatch.setattr(sublayers, "serves", lambda k, outputs: True)
+    together = sublayers.Gemm(layers, dtypes=dtypes, pdl=True)(x)
+    assert bound == [1, 1, 2]
+    assert [out.dtype for out in together] == dtypes
+    assert all(map(torch.equal, apart, together))
+
+
 def test_a_rank_reduces_the_latent_before_its_norm_and_the_shared_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
