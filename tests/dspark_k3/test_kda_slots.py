@@ -8,7 +8,7 @@ tokens that they have seen. A request must always start from exactly what it com
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +84,10 @@ class Engine:
         host: list[int],
         device: list[int],
         drafts: list[int],
+        before: Callable[[Any], None] = lambda step: None,
     ) -> Any:
-        """vLLM's KDA metadata of a step; all lists in batch order."""
+        """vLLM's KDA metadata of a step; all lists in batch order. ``before`` gets the
+        input batch first."""
         computed = [r.computed for r in batch]
         prefilling = np.array([r.prefilling for r in batch])
         new = np.array(scheduled) - np.array(drafts)
@@ -106,6 +108,7 @@ class Engine:
             seq_lens=torch.tensor(computed) + torch.tensor(device),
             seq_lens_cpu_upper_bound=torch.tensor(computed) + torch.tensor(scheduled),
             is_prefilling_np=prefilling,
+            num_computed_prefill_tokens_np=np.array(computed) * prefilling,
             prefill_runs_as_decode_np=as_decode if prefilling.any() else None,
             idx_mapping=torch.tensor([r.index for r in batch]),
             dcp_local_seq_lens=None,
@@ -114,6 +117,7 @@ class Engine:
         )
         from vllm.config import CUDAGraphMode
 
+        before(step)
         return self.state.prepare_attn(
             step,
             CUDAGraphMode.NONE,
@@ -267,3 +271,70 @@ def test_one_token_prompt_beside_decodes_keeps_placeholders_in_its_state() -> No
     assert (metadata.num_spec_decodes, metadata.num_prefills) == (0, 1)
     assert engine.run(metadata, [5, *[0] * K]) == [()]
     assert engine.slots[request.slots[0]] == (5, *[0] * K)
+
+
+def test_ours_runs_a_padded_one_token_prompt_as_a_verify_row() -> None:
+    """From a cleared slot, so that its placeholders are rolled back like drafts."""
+    from dspark_k3.target import fresh as padded
+
+    rng = random.Random(0)
+    engine = Engine(2)
+    decoding = fresh(engine, 0, 4, rng)
+    decoding.computed, engine.slots[decoding.slots[0]] = 4, tuple(decoding.tokens)
+    arriving = fresh(engine, 1, 1, rng)
+    found: list[list[int]] = []
+
+    def before(step: Any) -> None:
+        found.append(padded.one_token_prompts(step))
+        padded.run_as_decodes(step, found[-1])
+
+    engine.slots[arriving.slots[0]] = ()  # What `clear_states` does to the tensors.
+    widths, drafts = [1 + K, 1 + K], [K, K]
+    batch = [decoding, arriving]
+    metadata = engine.plan(batch, widths, widths, widths, drafts, before)
+    assert found == [[1]]
+    assert (metadata.num_spec_decodes, metadata.num_prefills) == (2, 0)
+    rows = [*range(100, 101 + K), 5, *[0] * K]
+    assert engine.run(metadata, rows) == [tuple(decoding.tokens), ()]
+    # One token was sampled, so the next step starts from column 0.
+    assert engine.slots[arriving.slots[0]] == (5,)
+
+
+@pytest.mark.parametrize(
+    ("prefilling", "computed", "drafts", "rows"),
+    [
+        ([True, False], [0, 0], [K, K], [0]),
+        ([True, True], [0, 3], [0, K], []),
+        ([True, False], [0, 0], None, []),
+    ],
+)
+def test_only_untouched_requests_with_drafts_are_padded_prompts(
+    prefilling: list[bool], computed: list[int], drafts: list[int] | None, rows: Any
+) -> None:
+    from dspark_k3.target import fresh as padded
+
+    batch = SimpleNamespace(
+        is_prefilling_np=np.array(prefilling),
+        num_computed_prefill_tokens_np=np.array(computed),
+        num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
+    )
+    assert padded.one_token_prompts(batch) == rows
+
+
+def test_the_slots_of_those_rows_are_cleared_and_no_others() -> None:
+    from dspark_k3.target import fresh as padded
+
+    tables = [torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.tensor([[7], [8], [9]])]
+    groups = [
+        SimpleNamespace(layer_names=["kda.0", "kda.1"]),
+        SimpleNamespace(layer_names=["mla.0"]),
+    ]
+    caches = {
+        f"kda.{i}": [torch.full((10, 3), torch.nan), torch.full((10, 2, 2), 7.0)]
+        for i in range(2)
+    }
+    padded.clear_states([0, 2], tables, groups, caches)
+    for windows, states in caches.values():
+        cleared = [not w.isnan().any() and not w.any() for w in windows]
+        assert [i for i, c in enumerate(cleared) if c] == [1, 5]
+        assert [i for i in range(10) if not states[i].any()] == [1, 5]
