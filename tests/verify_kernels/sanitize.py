@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.verify_kernels import test_kda_kernel as kda_tests
+from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
 from verify_kernels.attn_res import attn_res
 from verify_kernels.attn_res import reference as attn_res_reference
 from verify_kernels.common.variant import Variant, cached, device_arch
+from verify_kernels.kda.host import CLUSTERS
 from verify_kernels.prefetch import PrefetchPlan, prefetch
 from verify_kernels.skinny_gemm import host
 from verify_kernels.skinny_gemm import reference as gemm_reference
@@ -111,6 +114,16 @@ def residuals(hidden: int) -> None:
     near(f"attn_res of {hidden}", attn_res(*on_gpu, out, **choice), exact)
 
 
+def deltas() -> None:
+    """KDA in both layouts and every cluster size: rows to fold, a request without rows,
+    padding. The checks raise AssertionError."""
+    forms = [kda_tests.run_on_gpu(ctas) for ctas in CLUSTERS]
+    kda_tests.check_ragged_steps(forms[-1], "cuda", 1)
+    kda_tests.check_equal_over(forms, "cuda")
+    snapshots = [kda_snapshot_tests.on_gpu(ctas) for ctas in CLUSTERS]
+    kda_snapshot_tests.check_same_as_fold(forms[-1], snapshots, "cuda")
+
+
 def prefetches() -> None:
     weight = torch.arange(100_000, dtype=torch.int32)
     on_gpu = weight.cuda()
@@ -144,6 +157,7 @@ def main(fault: str, only: bool) -> None:
         gemms()
         residuals(7168)
         residuals(512)
+        deltas()
         prefetches()
         torch.cuda.synchronize()
         print("sanitize: results are right", flush=True)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of the KDA kernel: plain functions that are traced where they are called.
+
+A product is added only in an fma, so that no compiler chooses what to contract.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from verify_kernels.common import ptx
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+#: Above it the sum 1 + 2^x would be infinite.
+MAX_EXPONENT = 126.0
+
+
+def halves(word):
+    """The two bf16 of an Int32 as Float32, low half first."""
+    low = ptx.float_from_bits(word << 16)
+    return low, ptx.float_from_bits(word & -65536)
+
+
+def add_tree(values):
+    """Sum of a power of two of values, in a balanced tree."""
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [a + b for a, b in pairs]
+    return values[0]
+
+
+def dot(a, b):
+    """Sum of products: chains of four, then a tree."""
+    chains = []
+    for i in range(0, len(a), 4):
+        total = a[i] * b[i]
+        for j in range(i + 1, i + 4):
+            total = cute.math.fma(a[j], b[j], total)
+        chains.append(total)
+    return add_tree(chains)
+
+
+def over_parts(value):
+    """Sum over the eight lanes of a channel, the same in all of them."""
+    for offset in (4, 2, 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+    return value
+
+
+def exp_of(x):
+    """e^x for x up to 87; the product by log2(e) is corrected for its rounding."""
+    high = x * LOG2_E
+    low = cute.math.fma(x, Float32(LOG2_E), -high)
+    power = cute.math.exp2(high, fastmath=True)
+    return cute.math.fma(power, low * LN_2, power)
+
+
+def sigmoid(x):
+    """1 / (1 + e^-x); NaN stays NaN."""
+    limit = Float32(MAX_EXPONENT * LN_2)
+    power = exp_of(cutlass.select_(-x > limit, limit, -x))
+    return cute.arch.rcp_approx(1.0 + power)

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA verify on the GPU: its buffers, the compiled forms, the checks, the launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify_kernels.batch import MAX_ROWS, MAX_WIDTH, VerifyBatch
+from verify_kernels.common.variant import Variant, cached, device_arch
+
+#: K and V of a head, and the rank of the decay's projection.
+DIM = 128
+TAPS = 4
+#: Entries of a window: three taps of the past and the rows of a step.
+WINDOW = TAPS - 1 + MAX_WIDTH
+#: CTAs of a cluster that are compiled; no bit depends on it.
+CLUSTERS = (2, 4, 8)
+#: 512 threads fit an SM, whatever the cluster.
+MAX_REGISTERS = 128
+MAX_SHARED_BYTES = 56 * 1024
+
+
+@dataclass(frozen=True)
+class KdaVerifyWeights:
+    """A layer's static weights, this rank's heads; all contiguous.
+
+    The kernel reads them before earlier kernels end, so nothing may write them while
+    steps run.
+
+    Attributes:
+        w_fb: bf16 [H 128, 128], f_a to the decay input.
+        conv: fp32 [3 H 128, 4], taps of a channel of q, k, then v; the last is the
+            row's own.
+        a_log: fp32 [H].
+        dt_bias: fp32 [H, 128].
+        norm: fp32 [128], of the gated RMSNorm.
+        lower_bound: the decay's logarithm lies in (lower_bound, 0).
+        norm_eps: added to the mean square.
+    """
+
+    w_fb: Tensor
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    lower_bound: float = -5.0
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class KdaFoldState:
+    """Slots of a layer in the fold layout: committed state, and the last step's rows.
+
+    A step leaves the state as it was before its own rows and records what they change;
+    the next step applies what was accepted of them while it loads. So ``state`` lacks
+    the last step's accepted rows until then. The slot's stride is open (also the
+    window's row stride); inside a slot all is contiguous.
+
+    Attributes:
+        state: fp32 [slots, H, V, K].
+        window: bf16 [slots, 11, 3 H 128], projections of q, k and v before the
+            convolution: three taps before the last step's row 0, oldest first, then
+            the rows of the last step; entries past its width are stale. A prompt's
+            last three go to entries 0 to 2, zeros where it is shorter.
+        u, key, decay: fp32 [slots, H, 8, 128], of the last step's rows: u over V, the
+            unit key and e^g over K; rows past its width are stale.
+        counts: int32 [slots, H, 2]: rows recorded and not yet folded, and how often
+            more were reported accepted than that.
+    """
+
+    state: Tensor
+    window: Tensor
+    u: Tensor
+    key: Tensor
+    decay: Tensor
+    counts: Tensor
+
+    @classmethod
+    def allocate(
+        cls, slots: int, heads: int, device: torch.device | str
+    ) -> KdaFoldState:
+        """Zero state, windows and counts; records NaN, so a wrong read shows."""
+
+        def records() -> Tensor:
+            shape = (slots, heads, MAX_WIDTH, DIM)
+            return torch.full(shape, torch.nan, device=device)
+
+        return cls(
+            state=torch.zeros(slots, heads, DIM, DIM, device=device),
+            window=torch.zeros(
+                slots, WINDOW, 3 * heads * DIM, dtype=torch.bfloat16, device=device
+            ),
+            u=records(),
+            key=records(),
+            decay=records(),
+            counts=torch.zeros(slots, heads, 2, dtype=torch.int32, device=device),
+        )
+
+    def start(self, slots: Tensor) -> None:
+        """Forget the recorded rows of ``slots``, an index tensor: their state and the
+        first three window entries hold what a prompt left. No synchronisation."""
+        self.counts[:, :, 0].index_fill_(0, slots, 0)
+
+
+def variant_name(ctas: int, fold: bool) -> str:
+    """Name of a form; says all that its kernel is made from."""
+    return f"{'fold' if fold else 'snapshot'}_c{ctas}"
+
+
+def cluster_size(requests: int, heads: int) -> int:
+    """CTAs of a cluster for a step of ``requests`` requests, padding included.
+
+    Few heads are spread over more SMs and threads. From the heads that an H200 holds at
+    once, with 512 of these threads an SM: about 60, 120 and 132 in clusters of 8, 4
+    and 2. Not measured.
+    """
+    pairs = requests * heads
+    if pairs <= 33:
+        return 8
+    return 4 if pairs <= 120 else 2
+
+
+def _arguments(fold: bool) -> Sequence[Any]:
+    """Fake arguments: M, B, the heads, the slots and their strides are open."""
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    heads, requests, slots = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+    def fake(kind: Any, shape: tuple[Any, ...], opened: int, align: int) -> Any:
+        """The first ``opened`` strides are open, the rest contiguous."""
+        stride = [1] * len(shape)
+        for i in reversed(range(len(shape) - 1)):
+            stride[i] = cute.sym_int64() if i < opened else stride[i + 1] * shape[i + 1]
+        return rt.make_fake_tensor(kind, shape, tuple(stride), assumed_align=align)
+
+    def records() -> Any:
+        return fake(cutlass.Float32, (slots, heads, MAX_WIDTH, DIM), 1, 16)
+
+    def integers(extent: Any) -> Any:
+        return fake(cutlass.Int32, (extent,), 0, 4)
+
+    bf16, fp32 = cutlass.BFloat16, cutlass.Float32
+    return (
+        fake(bf16, (cute.sym_int(), cute.sym_int()), 1, 16),
+        fake(bf16, (cute.sym_int(), DIM), 0, 16),
+        fake(fp32, (cute.sym_int(), TAPS), 0, 16),
+        fake(fp32, (heads,), 0, 4),
+        fake(fp32, (heads, DIM), 0, 4),
+        fake(fp32, (DIM,), 0, 4),
+        integers(cute.sym_int()),
+        integers(requests)
+        if fold
+        else fake(cutlass.Int32, (requests, cute.sym_int()), 1, 4),
+        integers(requests),
+        fake(fp32, (slots, heads, DIM, DIM), 1, 16),
+        fake(bf16, (cute.sym_int(), cute.sym_int(), cute.sym_int()), 2, 2),
+        *([records() for _ in range(3)] if fold else [None] * 3),
+        fake(cutlass.Int32, (slots, heads, 2), 1, 4) if fold else None,
+        fake(bf16, (cute.sym_int(), heads, DIM), 1, 2),
+        cutlass.Float32(0.0),
+        cutlass.Float32(0.0),
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def variants() -> list[Variant]:
+    """One form a layout and cluster size. Programmatic launch is an argument."""
+    from verify_kernels.kda.kernel import KdaKernel
+
+    return [
+        Variant(
+            op="kda",
+            name=variant_name(ctas, fold),
+            kernel=KdaKernel(ctas, fold),
+            arguments=functools.partial(_arguments, fold),
+            max_registers=MAX_REGISTERS,
+            max_shared_bytes=MAX_SHARED_BYTES,
+        )
+        for fold in (True, False)
+        for ctas in CLUSTERS
+    ]
+
+
+@functools.cache
+def _compiled(device: int, ctas: int, fold: bool) -> Callable[..., None]:
+    name = variant_name(ctas, fold)
+    variant = next(v for v in variants() if v.name == name)
+    return cached(variant, device_arch(device))
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Raise ValueError unless ``tensor`` has this dtype and shape."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} "
+            f"{tuple(shape)}"
+        )
+
+
+def _check_strides(name: str, tensor: Tensor, opened: int, align: int) -> None:
+    """Raise ValueError unless all but the first ``opened`` dimensions are contiguous
+    and every item along those starts at a multiple of ``align`` bytes."""
+    inner = 1
+    contiguous = True
+    for size, stride in reversed(
+        list(zip(tensor.shape, tensor.stride(), strict=True))[opened:]
+    ):
+        contiguous = contiguous and (size == 1 or stride == inner)
+        inner *= size
+    steps = [tensor.stride(i) for i in range(opened) if tensor.shape[i] > 1]
+    aligned = all(s * tensor.element_size() % align == 0 for s in steps)
+    if not contiguous or not aligned or tensor.data_ptr() % align:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} and address "
+            f"{tensor.data_ptr():#x}; all dimensions but the first {opened} must be "
+            f"contiguous, and what they hold start at a multiple of {align} bytes"
+        )
+
+
+def packed_width(heads: int) -> int:
+    """Columns of the packed projection [q | k | v | gate | f_a | beta], no padding."""
+    return 4 * heads * DIM + DIM + heads
+
+
+#: Name, tensor, dtype, shape, open strides, alignment in bytes.
+_Argument = tuple[str, Tensor | None, torch.dtype, Sequence[int], int, int]
+
+
+def _launch(
+    packed: Tensor,
+    weights: KdaVerifyWeights,
+    state: Tensor,
+    window: Tensor,
+    entries: int,
+    slots: Tensor,
+    records: Sequence[_Argument],
+    batch: VerifyBatch,
+    out: Tensor | None,
+    ctas: int | None,
+    pdl: bool,
+) -> Tensor:
+    """Checks, and the launch: of the fold layout if there are ``records``."""
+    heads = state.shape[1] if state.dim() == 4 else 0
+    if not heads or packed.dim() != 2 or packed.shape[1] < packed_width(heads):
+        raise ValueError(
+            f"packed is {tuple(packed.shape)} and state {tuple(state.shape)}; they "
+            f"must be [M, P] and [slots, H, {DIM}, {DIM}] with P at least "
+            f"{packed_width(heads)} for {heads} heads"
+        )
+    rows, requests = packed.shape[0], batch.size
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"packed has {rows} rows; at most {MAX_ROWS}: split the step or use "
+            "another kernel for prefill"
+        )
+    ctas = cluster_size(requests, heads) if ctas is None else ctas
+    if ctas not in CLUSTERS:
+        raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
+    width = 3 * heads * DIM
+    if window.dim() != 3 or window.shape[1] < entries:
+        raise ValueError(
+            f"window is {tuple(window.shape)}; it must be [slots, W, {width}] with W "
+            f"at least {entries}"
+        )
+    bf16, fp32, int32 = torch.bfloat16, torch.float32, torch.int32
+    table = (requests,) if records else (requests, *slots.shape[1:2])
+    count = state.shape[0]
+    if out is None:
+        out = torch.empty((rows, heads, DIM), dtype=bf16, device=packed.device)
+    # In the kernel's order.
+    arguments: list[_Argument] = [
+        ("packed", packed, bf16, packed.shape, 1, 16),
+        ("w_fb", weights.w_fb, bf16, (heads * DIM, DIM), 0, 16),
+        ("conv", weights.conv, fp32, (width, TAPS), 0, 16),
+        ("a_log", weights.a_log, fp32, (heads,), 0, 4),
+        ("dt_bias", weights.dt_bias, fp32, (heads, DIM), 0, 4),
+        ("norm", weights.norm, fp32, (DIM,), 0, 4),
+        ("row_start", batch.row_start, int32, (requests + 1,), 0, 4),
+        ("state_slots" if records else "slots", slots, int32, table, len(table) - 1, 4),
+        ("accepted", batch.accepted, int32, (requests,), 0, 4),
+        ("state", state, fp32, (count, heads, DIM, DIM), 1, 16),
+        ("window", window, bf16, (count, window.shape[1], width), 2, 2),
+        *(records or [("", None, fp32, (), 0, 4)] * 4),
+        ("out", out, bf16, (rows, heads, DIM), 1, 2),
+    ]
+    for name, tensor, dtype, shape, opened, align in arguments:
+        if tensor is None:
+            continue
+        _check(name, tensor, dtype, shape)
+        _check_strides(name, tensor, opened, align)
+        if tensor.device != packed.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and packed on {packed.device}; all "
+                "tensors must be on one device"
+            )
+    if not rows or not requests:
+        return out
+    if packed.device.type != "cuda":
+        raise ValueError(
+            f"packed is on {packed.device}; the kernel needs a CUDA device: move the "
+            "tensors there or use verify_kernels.kda.reference"
+        )
+    _compiled(packed.device.index, ctas, bool(records))(
+        *(tensor for _, tensor, *_ in arguments),
+        weights.lower_bound,
+        weights.norm_eps,
+        1 if records else slots.shape[1],
+        int(pdl),
+    )
+    return out
+
+
+def kda_verify(
+    packed: Tensor,
+    weights: KdaVerifyWeights,
+    cache: KdaFoldState,
+    batch: VerifyBatch,
+    out: Tensor | None = None,
+    *,
+    ctas: int | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """Fold what was accepted of the last step, then run this step's rows; one launch.
+
+    The equations are in `verify_kernels.kda.reference`, the layout is its *fold*; all
+    is fp32 but r = W_fb f_a, which is rounded to bf16 as between vLLM's two GEMMs, and
+    the result, rounded once. A row's bits do not depend on the request's width, on
+    other requests, or on ``ctas``, and a folded row leaves the bits that the step left
+    which computed it. A step of width 1 is plain decoding.
+
+    Of request b with slot s, ``min(accepted[b], counts[s, h, 0])`` rows are folded,
+    none if that is negative; more accepted than recorded adds 1 to ``counts[s, h, 1]``.
+    Requests of width 0 are not touched, so pass their count again with their next rows.
+    Rows of a request with slot <= 0 are zeros in ``out``; rows from
+    ``batch.row_start[B]`` on are not written. No two requests may have one live slot.
+
+    Args:
+        packed: bf16 [M, P], M = 0 .. 64, P at least `packed_width`: q, k, v, output
+            gate (H 128 each), f_a (128), beta (H), padding; rows at multiples of 16
+            bytes.
+        weights: static, read before earlier kernels end.
+        cache: updated in place.
+        batch: on the device; ``history`` and ``block_table`` are not read.
+        out: bf16 [M, H, 128], or None to allocate it; rows at any stride. It may not
+            share memory with another argument. An allocated one is not cleared.
+        ctas: CTAs of a cluster, 2, 4 or 8; None asks `cluster_size`.
+        pdl: launch without waiting for earlier kernels to end; the kernel waits itself.
+
+    Returns:
+        ``out``, gated and normed.
+
+    Raises:
+        ValueError: for a dtype, shape, stride or device that does not fit, more than 64
+            rows, or a cluster size that is not compiled. Nothing is written then.
+    """
+    shape = (cache.state.shape[0], cache.state.shape[1], MAX_WIDTH, DIM)
+    records: list[_Argument] = [
+        ("u", cache.u, torch.float32, shape, 1, 16),
+        ("key", cache.key, torch.float32, shape, 1, 16),
+        ("decay", cache.decay, torch.float32, shape, 1, 16),
+        ("counts", cache.counts, torch.int32, (*shape[:2], 2), 1, 4),
+    ]
+    return _launch(
+        packed,
+        weights,
+        cache.state,
+        cache.window,
+        WINDOW,
+        batch.state_slots,
+        records,
+        batch,
+        out,
+        ctas,
+        pdl,
+    )
+
+
+def kda_verify_snapshots(
+    packed: Tensor,
+    weights: KdaVerifyWeights,
+    state: Tensor,
+    window: Tensor,
+    slots: Tensor,
+    batch: VerifyBatch,
+    out: Tensor | None = None,
+    *,
+    ctas: int | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """Run this step's rows from the snapshot after the last accepted one; one launch.
+
+    vLLM's own slots, and the layout of `verify_kernels.kda.snapshot`: request b starts
+    from the state in ``slots[b, accepted[b] - 1]`` and leaves the state after its row t
+    in ``slots[b, t]``, unless that is <= 0. Its window is in ``slots[b, 0]`` alone,
+    c[0 ..]: the taps before row 0 are c[a - 1 .. a + 1] with a = accepted[b], and the
+    step leaves [c[a], c[a + 1], x_0, .. x_{q - 1}], what follows stale. An accepted
+    count is clamped into 1 .. S; it must not exceed the rows of the last step, which
+    nothing here knows. After a prompt it is 1.
+
+    Numbers, bits and the treatment of requests without rows are those of `kda_verify`;
+    a request whose ``slots[b, 0]`` is <= 0 has none.
+
+    Args:
+        packed, weights, out, ctas, pdl: as of `kda_verify`.
+        state: fp32 [N, H, 128, 128], V before K; slots at any stride.
+        window: bf16 [N, W, 3 H 128], W at least S + 2: projections of q, k and v
+            before the convolution; slots and entries at any stride.
+        slots: int32 [B, S], S = 1 .. 8, rows at any stride. A request may have at most
+            S rows. No slot may be in it twice but for those <= 0.
+        batch: on the device; ``state_slots`` is not read, ``slots`` are instead.
+
+    Returns:
+        ``out``, gated and normed.
+
+    Raises:
+        ValueError: as `kda_verify`, and for ``slots`` that are not a table.
+    """
+    if slots.dim() != 2 or not 1 <= slots.shape[1] <= MAX_WIDTH:
+        raise ValueError(
+            f"slots is {tuple(slots.shape)}; it must be [B, S] with S 1 to {MAX_WIDTH}"
+        )
+    return _launch(
+        packed,
+        weights,
+        state,
+        window,
+        slots.shape[1] + TAPS - 2,
+        slots,
+        (),
+        batch,
+        out,
+        ctas,
+        pdl,
+    )
