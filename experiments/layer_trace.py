@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import results
 from experiments.gpu_engine import fleet, lines
 from experiments.gpu_engine.segment import (
     LayerTime,
@@ -98,15 +97,7 @@ def main(
     """Run the command; ``start`` starts an engine's process."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
-        wanted = lines.plans(options, options.k, options.batch)
-    except ValueError as error:
-        parser.error(str(error))
-    outcomes = lines.run(options, wanted, start or fleet.launcher(options.fork))
-    lines.say(lines.step_table(outcomes))
-    recorder = results.Recorder(
-        versions=lines.versions(outcomes), commit=options.commit
-    )
+    outcomes, recorder = lines.measured(parser, options, start)
     failed = [name for name, outcome in outcomes.items() if outcome.error]
     for name, outcome in outcomes.items():
         if outcome.error:

@@ -270,15 +270,7 @@ def main(
     options = parser.parse_args(arguments)
     if options.out.suffix != ".json":
         parser.error(f"--out {options.out}: must end in .json")
-    try:
-        wanted = lines.plans(options, options.k, options.batch)
-    except ValueError as error:
-        parser.error(str(error))
-    outcomes = lines.run(options, wanted, start or fleet.launcher(options.fork))
-    lines.say(lines.step_table(outcomes))
-    recorder = results.Recorder(
-        versions=lines.versions(outcomes), commit=options.commit
-    )
+    outcomes, recorder = lines.measured(parser, options, start)
     wrong = _profiles(options, outcomes.values(), recorder)
     lines.save(recorder, options.out.with_suffix(".jsonl"))
     for line in wrong:

@@ -110,29 +110,16 @@ class Mix:
         restart: bool = False,
         pdl: bool,
     ) -> None:
-        self._norm = norm.weight.data
-        self._query = query.weight.data.squeeze(0)
-        self._output = None if output_norm is None else output_norm.weight.data
-        self._keywords: dict[str, Any] = {
-            "num_blocks": num_blocks,
+        self._weights, shared = _mix_arguments(norm, query, output_norm, num_blocks)
+        self._keywords: dict[str, Any] = shared | {
             "write_block": num_blocks if write else None,
             "restart": restart,
-            "eps": norm.variance_epsilon,
-            "output_norm_eps": getattr(output_norm, "variance_epsilon", 0.0),
             "pdl": pdl,
         }
 
     def __call__(self, prefix: Tensor, delta: Tensor | None, blocks: Tensor) -> Tensor:
         """Hidden rows; ``prefix`` and ``blocks`` are updated in place."""
-        return attn_res(
-            prefix,
-            delta,
-            blocks,
-            self._norm,
-            self._query,
-            self._output,
-            **self._keywords,
-        )
+        return attn_res(prefix, delta, blocks, *self._weights, **self._keywords)
 
 
 class StockMix:
@@ -151,14 +138,8 @@ class StockMix:
         from vllm.models.kimi_k3.nvidia.ops import attn_res
 
         self._launch = attn_res
-        self._weights = (norm.weight.data, query.weight.data.squeeze(0))
-        self._output = None if output_norm is None else output_norm.weight.data
-        self._keywords = {
-            "num_blocks": num_blocks,
-            "block_write_idx": num_blocks if write else -1,
-            "eps": norm.variance_epsilon,
-            "output_norm_eps": getattr(output_norm, "variance_epsilon", 0.0),
-        }
+        self._weights, shared = _mix_arguments(norm, query, output_norm, num_blocks)
+        self._keywords = shared | {"block_write_idx": num_blocks if write else -1}
         self._restart = restart
 
     def __call__(self, prefix: Tensor, delta: Tensor | None, blocks: Tensor) -> Tensor:
@@ -166,9 +147,7 @@ class StockMix:
             assert delta is not None
             prefix.copy_(delta)
             delta = None
-        return self._launch(
-            prefix, delta, blocks, *self._weights, self._output, **self._keywords
-        )
+        return self._launch(prefix, delta, blocks, *self._weights, **self._keywords)
 
 
 class Stock:
@@ -348,6 +327,18 @@ class Head(UnquantizedEmbeddingMethod):
         if bias is None and fits:
             return self._gemm.one(x)
         return self._stock(layer, x, bias)
+
+
+def _mix_arguments(
+    norm: nn.Module, query: nn.Module, output_norm: nn.Module | None, num_blocks: int
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """Weights of an AttnRes mix in order, and the keywords that both kernels have."""
+    output = None if output_norm is None else output_norm.weight.data
+    return (norm.weight.data, query.weight.data.squeeze(0), output), {
+        "num_blocks": num_blocks,
+        "eps": norm.variance_epsilon,
+        "output_norm_eps": getattr(output_norm, "variance_epsilon", 0.0),
+    }
 
 
 def _reduce(rows: Tensor) -> Tensor:

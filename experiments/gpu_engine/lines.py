@@ -111,6 +111,32 @@ def run(
     )
 
 
+def measured(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    start: fleet.Launch | None,
+) -> tuple[dict[str, fleet.Outcome], results.Recorder]:
+    """Measure what ``options`` asks for and print the table of steps.
+
+    Args:
+        parser: ends the command with a message when the options do not fit.
+        options: of `common_arguments`, and ``k`` and ``batch``.
+        start: starts an engine's process; None as ``options.fork`` says.
+
+    Returns:
+        Outcomes by plan name, and an empty recorder with the run's provenance.
+    """
+    try:
+        wanted = plans(options, options.k, options.batch)
+    except ValueError as error:
+        parser.error(str(error))
+    outcomes = run(options, wanted, start or fleet.launcher(options.fork))
+    say(step_table(outcomes))
+    return outcomes, results.Recorder(
+        versions=versions(outcomes), commit=options.commit
+    )
+
+
 def traced_steps(path: Path, layers: int) -> list[Step]:
     """The steps of a trace file.
 

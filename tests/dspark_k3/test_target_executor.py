@@ -197,6 +197,23 @@ def test_the_loop_is_the_models() -> None:
         torch.testing.assert_close(tap.float(), want.float(), atol=2**-6, rtol=2**-6)
 
 
+def test_vllms_mix_in_the_loop_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel, with vLLM's arguments, stood in for by the reference."""
+    from vllm.models.kimi_k3.nvidia import ops
+
+    def stock(*tensors: Any, block_write_idx: int, **keywords: Any) -> Tensor:
+        write = None if block_write_idx < 0 else block_write_idx
+        return mix_by_reference(*tensors, write_block=write, pdl=False, **keywords)
+
+    monkeypatch.setattr(ops, "attn_res", stock)
+    model = backbone()
+    ids = torch.tensor([1, 5, 7])
+    ours, our_taps = make(model, attn_res="ours").run(torch.arange(3), ids, None)
+    theirs, their_taps = make(model, attn_res="stock").run(torch.arange(3), ids, None)
+    assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, our_taps, their_taps))
+
+
 def test_given_embeddings_are_not_written_to() -> None:
     model = backbone()
     ids = torch.tensor([1, 5, 7])
