@@ -134,19 +134,31 @@ def separate_dummy_context(
     lines, which may be NaN. With tiny-k3 a drafted token id was past the vocabulary
     there (H200, 2026-11-30: an index assertion in the second Markov step). Here group g
     has the blocks 1 + g n .. (g + 1) n, n the G-th part of all but the null block.
+
+    The context is cut to what these blocks hold without two requests sharing one, and
+    so that a request's drafts after this step still fit ``max_model_len``: in a cache
+    of 39 blocks and a model of 332 tokens the assertion came all the same (H200,
+    2026-11-30). A step for which nothing is left runs without context.
     """
     tables = input_block_tables or block_tables.input_block_tables
     share = (num_kv_blocks - 1) // max(len(tables), 1)
-    if share < 1:
+    each = share // batch.num_reqs
+    if not each or not tables:
         return
+    width = batch.max_query_len or int(batch.num_scheduled_tokens.max())
+    sizes = block_tables.block_sizes
+    room = min(max_model_len - width, *(each * size for size in sizes)) - width
     _stock_dummy_context(
-        batch, block_tables, context_len, share, max_model_len, input_block_tables
+        batch,
+        block_tables,
+        min(context_len, max(room, 0)),
+        share,
+        max_model_len,
+        input_block_tables,
     )
     context = int(batch.num_computed_tokens_np[0])
     if not context:
         return
-    width = batch.max_query_len or int(batch.num_scheduled_tokens.max())
-    sizes = block_tables.block_sizes
     for group, (table, size) in enumerate(zip(tables, sizes, strict=True)):
         used = min(-(-(context + width) // size), table.shape[1])
         table[: batch.num_reqs, :used] += 1 + group * share

@@ -7,6 +7,7 @@ reads; what it computes is compared with the equations written out once more her
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -480,6 +481,75 @@ def test_a_rank_reduces_the_latent_before_its_norm_and_the_shared_rows(
     ours = sublayers.Moe(module, pdl=True)(hidden, torch.arange(3))
     assert torch.equal(ours, up + 2 * shared)
     assert reduced == [(3, 12), (3, HIDDEN)]
+
+
+def test_the_side_stream_is_waited_for_before_its_rows_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    where = ["main"]
+    names = iter(["begun", "marked", "ended"])
+
+    class Event:
+        def __init__(self) -> None:
+            self.name = next(names)
+
+        def record(self) -> None:
+            log.append(f"{where[-1]} records {self.name}")
+
+        def wait(self) -> None:
+            log.append(f"{where[-1]} waits for {self.name}")
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        where.append("side")
+        yield
+        where.pop()
+
+    def logged(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            log.append(f"{where[-1]}: {name}")
+            return function(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(sublayers.torch.cuda, "Event", Event)
+    monkeypatch.setattr(sublayers.torch.cuda, "stream", on)
+    module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
+    module._down_proj_stream = object()
+    runner = module.experts
+    runner.router.select_experts = logged("routing", runner.router.select_experts)
+    runner._maybe_pad_hidden_states = logged("pad", runner._maybe_pad_hidden_states)
+    experts = runner.routed_experts
+    experts.forward_modular = logged("experts", experts.forward_modular)
+    module.routed_expert_norm = logged("norm", module.routed_expert_norm)
+    shared = module.shared_experts
+    shared.act_fn = logged("activation", shared.act_fn)
+    moe = sublayers.Moe(module, pdl=True)
+    for gemm, name in ((moe._router, "router"), (moe._down, "latent")):
+        gemm.one = logged(name, gemm.one)
+    moe._shared_down.one = logged("shared down", moe._shared_down.one)
+    routed, rows = routed_and_shared(module, hidden)
+    log.clear()
+    ours = moe(hidden, torch.arange(3))
+    assert log == [
+        "main records begun",
+        "main: router",
+        "side waits for begun",
+        "side: latent",
+        "side records marked",
+        "side: activation",
+        "side: shared down",
+        "side records ended",
+        "main: routing",
+        "main waits for marked",
+        "main: pad",
+        "main: experts",
+        "main waits for ended",
+        "main: norm",
+    ]
+    up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
+    assert torch.equal(ours, up + rows)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verify_kernels.attn_res import attn_res, reference
-from verify_kernels.attn_res.host import FORMS, Form, variant_name
+from verify_kernels.attn_res.host import FORMS, Form, variant_name, variants
 
 #: Kimi K3's hidden size, and that of a tiny model.
 HIDDEN, TINY = 7168, 512
@@ -412,3 +412,8 @@ def test_import_needs_no_kernel_compiler() -> None:
         "from verify_kernels.attn_res import reference\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_no_cluster_is_one_cta() -> None:
+    """What a CTA sends to itself then looks like an invalid write to memcheck."""
+    assert all(variant.kernel.ctas > 1 for variant in variants())

@@ -2,8 +2,8 @@
 """Attention residuals, one launch: prefix update, block write, mix, RMSNorm.
 
 A cluster of H / 1024 CTAs owns one token, a CTA 1024 columns of it, a thread 8 columns
-of every source, which it reads once, all reads in flight together; an H below 1024 has
-one CTA with fewer warps. The sums over H then cross the cluster twice:
+of every source, which it reads once, all reads in flight together; H = 512 has two CTAs
+of a warp. The sums over H then cross the cluster twice:
 
     scores      every thread has (sum wn wq v_i, sum v_i^2) over its columns. Warps add
                 theirs by halving exchanges, the CTA adds its warps, and sends the
@@ -45,7 +45,7 @@ def floats(words):
 
 
 def add_tree(values):
-    """Sum of two or four values, in a balanced tree."""
+    """Sum of one, two or four values, in a balanced tree."""
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=True)
         values = [a + b for a, b in pairs]
@@ -64,7 +64,7 @@ class AttnResKernel:
     """One block count and one way of updating the prefix, for any number of rows.
 
     Args:
-        hidden: H, 512 or a multiple of 1024 up to 8192.
+        hidden: H, 512 or a multiple of 1024 from 2048 to 8192.
         num_blocks: N, saved blocks that are mixed.
         update: "keep" the prefix, "add" delta to it, or "restart" it as delta.
         write: save the new prefix as block N.
@@ -78,7 +78,9 @@ class AttnResKernel:
         self, hidden: int, num_blocks: int, update: str, write: bool, norm: bool
     ):
         self.hidden = hidden
-        self.threads = min(THREADS, hidden // VECTOR)
+        # Two CTAs at least: compute-sanitizer takes what a cluster of one sends to
+        # itself for an invalid write (memcheck, 2026-11-30).
+        self.threads = min(THREADS, hidden // VECTOR // 2)
         self.warps = self.threads // 32
         #: Columns of a CTA.
         self.slice = self.threads * VECTOR
@@ -230,10 +232,13 @@ class AttnResKernel:
             scale = floats(scale_words)
             ptx.wait_cluster(squares_full, 0)
             everything = Float32(0.0)
-            load = ptx.load_shared_f32x4 if self.warps == 4 else ptx.load_shared_f32x2
-            for r in cutlass.range_constexpr(self.ctas):
-                of_warps = load(base + self.all_squares, 4 * self.warps * r)
-                everything = everything + add_tree(of_warps)
+            if const_expr(self.warps == 1):
+                for of_cta in ptx.load_shared_f32x2(base + self.all_squares):
+                    everything = everything + of_cta
+            else:
+                for r in cutlass.range_constexpr(self.ctas):
+                    of_warps = ptx.load_shared_f32x4(base + self.all_squares, 16 * r)
+                    everything = everything + add_tree(of_warps)
             spread = self.rsqrt_mean(everything, output_norm_eps)
             h = [x * spread * w for x, w in zip(h, scale, strict=True)]
         ptx.store_global_128(self.row(out, row) + at, self.pack(h))
