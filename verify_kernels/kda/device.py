@@ -30,21 +30,46 @@ def add_tree(values):
     return values[0]
 
 
-def dot(a, b):
-    """Sum of products: chains of four, then a tree."""
-    chains = []
-    for i in range(0, len(a), 4):
-        total = a[i] * b[i]
-        for j in range(i + 1, i + 4):
-            total = cute.math.fma(a[j], b[j], total)
-        chains.append(total)
-    return add_tree(chains)
+def dot(a, b, total=None):
+    """Sum of products, one after the other, after ``total`` if there is one."""
+    for x, y in zip(a, b, strict=True):
+        total = x * y if total is None else cute.math.fma(x, y, total)
+    return total
 
 
-def over_parts(value):
-    """Sum over the eight lanes of a channel, the same in all of them."""
-    for offset in (4, 2, 1):
+def over_lanes(value):
+    """Sum over the warp, the same in all lanes."""
+    for offset in (16, 8, 4, 2, 1):
         value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+    return value
+
+
+def sums_of_channels(values, part):
+    """Sums over 16 lanes of one, two, four or eight values; a lane gets one of them.
+
+    At a step a lane passes half of its values to a partner and takes the partner's part
+    of the other half, until it has one, which it then adds up with the rest. Value r of
+    n comes to the lanes from 16 r / n on. Each sum has the same bits whatever n is.
+    """
+    offset = 8
+    while len(values) > 1:
+        half = len(values) // 2
+        upper = (part & offset) != 0
+        kept = [
+            cutlass.select_(upper, values[half + j], values[j]) for j in range(half)
+        ]
+        passed = [
+            cutlass.select_(upper, values[j], values[half + j]) for j in range(half)
+        ]
+        values = [
+            a + cute.arch.shuffle_sync_bfly(b, offset=offset)
+            for a, b in zip(kept, passed, strict=True)
+        ]
+        offset //= 2
+    (value,) = values
+    while offset:
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+        offset //= 2
     return value
 
 

@@ -20,10 +20,10 @@ TAPS = 4
 #: Entries of a window: three taps of the past and the rows of a step.
 WINDOW = TAPS - 1 + MAX_WIDTH
 #: CTAs of a cluster that are compiled; no bit depends on it.
-CLUSTERS = (2, 4, 8)
+CLUSTERS = (1, 2, 4, 8)
 #: 512 threads fit an SM, whatever the cluster.
 MAX_REGISTERS = 128
-MAX_SHARED_BYTES = 56 * 1024
+MAX_SHARED_BYTES = 113 * 1024
 
 
 @dataclass(frozen=True)

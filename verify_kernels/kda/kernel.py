@@ -2,30 +2,34 @@
 """KDA verify, one launch from the packed projection to the gated output.
 
 A cluster of C CTAs owns one head of one request, and a CTA 128 / C channels of it: that
-many rows of the state S [V, K], and the same channels of q, k, the decay and the gate.
-Eight lanes share a channel. Until the exchange lane t of the eight has what row t of
-the request needs of the channel; after it lane j has columns 4 j + 32 i .. 4 j + 32 i +
-3 of the state's row, i < 4, in registers, for all rows of the request.
+many rows of the state S [V, K]. What the head's rows need besides is little, so every
+CTA computes it whole; only the norm's sums cross the cluster.
 
-    own channels   convolution and SiLU of q, k, v; W_fb product, rounded to bf16; decay
-    exchange       q, k and decay of the new rows, key and decay of the rows waiting, to
-                   every CTA of the cluster
-    fold           the accepted rows of the last step are applied; the state is stored
-    recurrence     the new rows, in registers; their u, key and decay are recorded, or
-                   the state after each is stored (snapshots, which fold nothing)
-    exchange       sums of o^2 over 4 channels each, to every CTA
-    output         RMSNorm over the head, gate, one rounding to bf16
+    loads        all by bulk copies into shared memory, as early as their addresses are
+                 known: the rows' q, k, v, gate and f_a, the window's taps, the CTA's
+                 part of the state, the rows that wait to be folded
+    vectors      a warp a (row, kind): convolution, SiLU, and for q and k unit length
+    decay        W_fb f_a by mma.sync, rounded to bf16, then e^g; 16 channels a warp
+    fold         the accepted rows of the last step are applied; the state is stored
+    recurrence   the new rows; the state after each is stored in snapshots, which fold
+                 nothing
+    output       sums of o^2 over 4 channels each to every CTA, RMSNorm over the head,
+                 gate, one rounding to bf16; and the records for the next step
 
-Every sum has one order whatever C and the widths are: over K 16 products in a lane,
-then eight lanes; over V 4 channels in a warp, then 32 sums in a tree; W_fb in steps of
-mma.sync. Products that are added are written as fma, so no compiler chooses. A row thus
-has the same bits at any width and C, and folding a row those of having computed it.
+Sixteen lanes share E = 8 / C channels. Lane j of them has columns 4 j + 64 i .. + 3 of
+the state's rows, i < 2, in registers from the fold to the last row. With C = 1 a vector
+read from shared memory thus serves eight channels, and two heads fit an SM.
 
-Nothing of a slot is written before all that read it have: the state, u and the decay
-belong to a lane, a channel's window to lanes of a warp, which have met in between, and
-keys and counts are written by one that has received from every CTA. No trailing cluster
-barrier is needed: a CTA leaves only when all that its peers send it has come, and
-nothing reads a peer's memory.
+Every sum has one order whatever C and the widths are: over K 8 products in a lane, then
+16 lanes; over V 4 channels, then 32 sums; W_fb in steps of mma.sync.
+Products that are added are written as fma, so no compiler chooses. A row thus has the
+same bits at any width and C, and folding a row those of having computed it.
+
+Nothing of a slot is written before all that read it have: the state belongs to a CTA,
+and what every CTA reads, the window, the records and counts, is written after the
+exchange of the norm's sums, when all of them have. No trailing cluster barrier is
+needed: a CTA leaves only when all that its peers send it has come, and nothing reads a
+peer's memory.
 """
 
 import cutlass
@@ -38,41 +42,45 @@ from verify_kernels.kda.device import (
     dot,
     exp_of,
     halves,
-    over_parts,
+    over_lanes,
     sigmoid,
+    sums_of_channels,
 )
 
 #: K and V.
 DIM = 128
 TAPS = 4
 MAX_WIDTH = 8
-#: Lanes of a channel; the rows of a request are as many at most.
-PARTS = 8
-#: Columns of a lane.
+#: Lanes of a channel, and the columns of one.
+PARTS = 16
 COLUMNS = DIM // PARTS
-#: Channels whose squares a warp adds, and such sums of a head.
+#: Whatever the cluster.
+THREADS = 256
+WARPS = THREADS // 32
+#: Channels whose squares are added first, and such sums of a head.
 QUAD = 4
 QUADS = DIM // QUAD
-#: CTAs of a cluster -> channels of a thread. With two the loads of the vectors serve
-#: both; with one, few heads are spread over twice the threads.
-CHANNELS = {2: 2, 4: 2, 8: 1}
 L2_EPS = 1e-6
 
-#: What is exchanged, in shared memory [kind, row, channel]; the last two of rows that
-#: wait.
-QUERY, KEY, DECAY, OLD_KEY, OLD_DECAY = range(5)
-KINDS = 5
-ROW_BYTES = 4 * DIM
-KIND_BYTES = MAX_WIDTH * ROW_BYTES
-#: Of a row's sums of squares; eight rows' meet all banks once.
-SQUARES_PITCH = 4 * (QUADS + 4)
+#: Vectors of 128 Float32 a row, in shared memory [kind, row, channel]; the first three
+#: are the convolution's, the last three those of rows that wait.
+QUERY, KEY, VALUE, DECAY, OLD_U, OLD_KEY, OLD_DECAY = range(7)
+KINDS = 7
+VECTOR_BYTES = 4 * DIM
+KIND_BYTES = MAX_WIDTH * VECTOR_BYTES
+#: Of a head's bf16 columns of one kind in a packed row or a window entry.
+LINE_BYTES = 2 * DIM
+ENTRY_BYTES = 3 * LINE_BYTES
+SQUARES_BYTES = 4 * QUADS
+#: Barriers: taps of the convolution; rows; state; squares.
+TAPS_FULL, ROWS_FULL, STATE_FULL, SQUARES_FULL = (8 * i for i in range(4))
 
 
 class KdaKernel:
     """For any number of heads and requests.
 
     Args:
-        ctas: C, CTAs of a cluster: 2, 4 or 8.
+        ctas: C, CTAs of a cluster: 1, 2, 4 or 8.
         fold: the layout of `KdaFoldState`; else a snapshot a row, in vLLM's slots.
     """
 
@@ -96,25 +104,29 @@ class KdaKernel:
             *records,
             "out",
         )
-        self.kinds = KINDS if fold else OLD_KEY
+        self.kinds = KINDS if fold else OLD_U
         #: Taps that stay in front of a step's rows in the window.
         self.past = TAPS - 1 if fold else TAPS - 2
         #: Of a CTA.
         self.channels = DIM // ctas
-        self.each = CHANNELS[ctas]
-        self.threads = self.channels * PARTS // self.each
-        self.warps = self.threads // 32
+        #: Of sixteen lanes, and how many of them hold the sum of one.
+        self.each = self.channels * PARTS // THREADS
+        self.span = PARTS // self.each
 
-        # Shared memory: three barriers; this CTA's rows of W_fb; f_a of eight rows; its
-        # share of the exchange, eight rows' words in different banks; all of it; and
-        # the squares.
-        self.pitch = 4 * (self.channels + 4)
-        self.weights_at = 32
-        self.f_at = self.weights_at + self.channels * 2 * DIM
-        self.share_at = self.f_at + MAX_WIDTH * 2 * DIM
-        self.all_at = self.share_at + self.kinds * MAX_WIDTH * self.pitch
-        self.squares_at = self.all_at + self.kinds * KIND_BYTES
-        self.shared_bytes = self.squares_at + MAX_WIDTH * SQUARES_PITCH
+        # Shared memory: barriers; beta of eight rows, and the snapshots' slots; the
+        # vectors; bf16 lines. The outputs take the place of the taps, and the new rows'
+        # u that of the old ones': two CTAs of a whole head fit an SM.
+        self.betas_at = 32
+        self.targets_at = 64
+        self.vectors_at = 96
+        self.lines_at = self.vectors_at + self.kinds * KIND_BYTES
+        self.gates_at = self.lines_at + (TAPS - 1 + MAX_WIDTH) * ENTRY_BYTES
+        self.f_at = self.gates_at + MAX_WIDTH * LINE_BYTES
+        self.taps_at = self.f_at + MAX_WIDTH * LINE_BYTES
+        self.outputs_at = self.taps_at
+        self.state_at = self.taps_at + 3 * 4 * TAPS * DIM
+        self.squares_at = self.state_at + self.channels * VECTOR_BYTES
+        self.shared_bytes = self.squares_at + MAX_WIDTH * SQUARES_BYTES
 
     @cute.jit
     def __call__(
@@ -163,13 +175,13 @@ class KdaKernel:
             slots_of_request,
         ).launch(
             grid=[self.ctas, a_log.shape[0], state_slots.shape[0]],
-            block=[self.threads, 1, 1],
-            cluster=[self.ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[self.ctas, 1, 1] if self.ctas > 1 else None,
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
             # 128 registers a thread.
-            min_blocks_per_mp=512 // self.threads,
+            min_blocks_per_mp=2,
             # As the GEMMs around it: an SM that must recut its shared memory first
             # drains.
             preferred_smem_carveout=100,
@@ -201,35 +213,39 @@ class KdaKernel:
         rank, head, request = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
+        warp = thread // 32
         part = lane % PARTS
-        # Of the CTA; a thread with two has the fourth one after it too, so that a warp
-        # has whole groups of four.
-        local = thread // 32 * (QUAD * self.each) + lane // PARTS
+        # The first of the E channels of this lane's sixteen.
+        local = self.each * (thread // PARTS)
         channel = rank * self.channels + local
         heads = a_log.shape[0]
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
-        line = head * DIM + channel
         if thread == 0:
-            for i in cutlass.range_constexpr(3):
+            for i in cutlass.range_constexpr(4):
                 cute.arch.mbarrier_init(self.barrier(base + 8 * i), 1)
             cute.arch.mbarrier_init_fence()
-            size = self.channels * 2 * DIM
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(base + 16), size)
-            line_at = w_fb.iterator.toint() + Int64(2 * DIM) * line
-            ptx.bulk_load(base + self.weights_at, line_at, size, base + 16)
-        cute.arch.cluster_arrive_relaxed()
+            size = 4 * TAPS * DIM
+            self.expect(base + TAPS_FULL, 3 * size)
+            for kind in cutlass.range_constexpr(3):
+                line_at = conv.iterator.toint() + Int64(size) * (kind * heads + head)
+                place = base + self.taps_at + size * kind
+                ptx.bulk_load(place, line_at, size, base + TAPS_FULL)
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
         # Not `load_weights_128`: ptxas moves a .nc load down past the wait.
-        line_at = conv.iterator.toint() + Int64(4 * TAPS) * line
-        step = Int64(4 * TAPS * DIM) * heads
-        taps = []
-        bias = []
-        for r in cutlass.range_constexpr(self.each):
-            at = line_at + 4 * TAPS * QUAD * r
-            taps.append([ptx.load_global_128(at + step * i) for i in range(3)])
-            bias.append(dt_bias[head, channel + QUAD * r])
+        filter_row = 16 * warp + lane // 4
+        line_at = w_fb.iterator.toint() + Int64(LINE_BYTES) * (head * DIM + filter_row)
+        line_at = line_at + 16 * (lane % 4)
+        words = [
+            ptx.load_global_128(line_at, 64 * j + 8 * LINE_BYTES * half)
+            for j in range(4)
+            for half in range(2)
+        ]
+        bias = [dt_bias[head, filter_row + 8 * half] for half in range(2)]
         rate = a_log[head]
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
 
         begin = row_start[request]
@@ -239,224 +255,199 @@ class KdaKernel:
         else:
             slot = state_slots[request, 0]
         if (slot > 0) & (width > 0):
-            # Lanes of rows that do not exist do as the last row's, and send nothing.
-            row = cutlass.min(part, width - 1)
+            # Of eight lanes; those of rows that do not exist do as the last row's.
+            row = cutlass.min(lane % MAX_WIDTH, width - 1)
             told = accepted[request]
             source = slot
-            if const_expr(not self.fold):
+            #: Rows to fold, and the first of the three past taps in the window.
+            if const_expr(self.fold):
+                waiting = cutlass.min(cutlass.max(told, Int32(0)), counts[slot, head, 0])
+                oldest = waiting
+            else:
                 taken = cutlass.min(cutlass.max(told, Int32(1)), slots_of_request)
                 # Even a wrong count reads a slot that is there.
                 source = cutlass.max(state_slots[request, taken - 1], Int32(0))
-                target = state_slots[request, row]
-            state_pitch = Int64(4) * state.stride[0]
-            within = state.iterator.toint() + Int64(4 * DIM) * line + 16 * part
-            state_at = within + state_pitch * source
-            if const_expr(self.each == 1):
-                loaded = self.load_state(state_at)
-
-            #: Rows to fold, and the first of the three past taps in the window.
-            if const_expr(self.fold):
-                recorded = counts[slot, head, 0]
-                overruns = counts[slot, head, 1]
-                waiting = cutlass.min(cutlass.max(told, Int32(0)), recorded)
-                old = cutlass.min(part, cutlass.max(waiting - 1, Int32(0)))
-                oldest = waiting
-            else:
                 waiting = Int32(0)
                 oldest = taken - 1
             pitch = Int64(2) * packed.stride[0]
             packed_at = packed.iterator.toint() + pitch * begin
             own_at = packed_at + pitch * row
-            f_at = packed_at + pitch * cutlass.min(thread // 16, width - 1)
-            f_at = f_at + Int64(8 * DIM) * heads + 16 * (thread % 16)
-            f_live = Int32(thread < 16 * MAX_WIDTH)
-            f_words = ptx.load_global_128_if(f_at, f_live)
             window_pitch = Int64(2) * window.stride[1]
-            window_at = (
-                window.iterator.toint()
-                + Int64(2) * window.stride[0] * slot
-                + window_pitch * oldest
+            window_at = window.iterator.toint() + Int64(2) * window.stride[0] * slot
+            window_at = window_at + Int64(LINE_BYTES) * head
+            state_pitch = Int64(4) * state.stride[0]
+            within = state.iterator.toint() + Int64(VECTOR_BYTES) * (
+                head * DIM + rank * self.channels
             )
-            lines = []
-            for r in cutlass.range_constexpr(self.each):
-                of_kinds = []
-                for kind in cutlass.range_constexpr(3):
-                    column = kind * heads * DIM + line + QUAD * r
-                    found = []
-                    for i in cutlass.range_constexpr(TAPS):
-                        back = row - (TAPS - 1 - i)
-                        place = cutlass.select_(
-                            back >= 0,
-                            packed_at + pitch * back,
-                            window_at + window_pitch * (TAPS - 1 + back),
-                        )
-                        found.append(self.bf16_at(place, column))
-                    of_kinds.append(found)
-                lines.append(of_kinds)
-            beta = sigmoid(self.bf16_at(own_at, heads * (4 * DIM) + DIM + head))
-            old_u = []
-            old_vectors = []
-            if const_expr(self.fold):
-                for r in cutlass.range_constexpr(self.each):
-                    c = channel + QUAD * r
-                    old_u.append(u[slot, head, old, c])
-                    old_vectors.append(
-                        (key[slot, head, old, c], decay[slot, head, old, c])
-                    )
+            kind_bytes = Int64(LINE_BYTES) * heads
 
-            ptx.store_shared_128_if(base + self.f_at + 16 * thread, f_live, f_words)
-            share = base + self.share_at + part * self.pitch + 4 * local
-            values = []
-            for r in cutlass.range_constexpr(self.each):
-                ours = share + 4 * QUAD * r
-                for kind in cutlass.range_constexpr(2):
-                    self.share(ours, kind, self.convolve(lines[r][kind], taps[r][kind]))
-                values.append(self.convolve(lines[r][2], taps[r][2]))
-                if const_expr(self.fold):
-                    self.share(ours, OLD_KEY, old_vectors[r][0])
-                    self.share(ours, OLD_DECAY, old_vectors[r][1])
-            cute.arch.sync_threads()
-            if thread < 32 * (self.channels // 16):
-                self.project(base, thread // 32, lane)
-            if part < width:
-                for r in cutlass.range_constexpr(self.each):
-                    for kind in cutlass.range_constexpr(3):
-                        self.keep(
-                            window,
-                            slot,
-                            part,
-                            lines[r][kind],
-                            kind * heads * DIM + line + QUAD * r,
-                        )
-            # Later with two channels: their rows would not fit the registers beside the
-            # window's, and other CTAs of the SM have loads under way.
-            if const_expr(self.each > 1):
-                loaded = self.load_state(state_at)
-            cute.arch.sync_threads()
-            steepness = exp_of(rate)
-            decays = []
-            for r in cutlass.range_constexpr(self.each):
-                ours = share + 4 * QUAD * r
-                raw = self.element(ours + DECAY * MAX_WIDTH * self.pitch)[0]
-                low_rank, _ = halves(ptx.pack_bf16x2(raw, raw))
-                g = lower_bound * sigmoid(steepness * (low_rank + bias[r]))
-                decays.append(exp_of(g))
-                self.share(ours, DECAY, decays[r])
-            cute.arch.cluster_wait()
-            cute.arch.sync_threads()
-            self.send(base, rank, thread // 32, lane, width, waiting)
             if thread == 0:
-                size = ROW_BYTES * (3 * width + 2 * waiting)
-                cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(base), size)
-                size = 4 * QUADS * width
-                cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(base + 8), size)
-            if const_expr(self.fold):  # noqa: SIM102
-                if part < width:
-                    for r in cutlass.range_constexpr(self.each):
-                        decay[slot, head, part, channel + QUAD * r] = decays[r]
-            ptx.wait_cluster(base, 0)
-
-            record = Int64(0)
-            if const_expr(self.fold):
-                if (thread == 0) & (rank == 0):
-                    counts[slot, head, 0] = width
-                    if told > recorded:
-                        counts[slot, head, 1] = overruns + 1
-                record = key.iterator.toint() + Int64(4) * key.stride[0] * slot
-                record = record + ROW_BYTES * MAX_WIDTH * head
-            if thread < 2 * MAX_WIDTH * PARTS:
-                self.normalise(base, thread // PARTS, part, rank, width, record)
-            cute.arch.sync_threads()
-
-            # S, and of row t lane t's u and o; of every channel of the thread.
-            s = cute.make_rmem_tensor((self.each * COLUMNS,), Float32)
-            own_u = cute.make_rmem_tensor((self.each,), Float32)
-            own_o = cute.make_rmem_tensor((self.each,), Float32)
-            for r in cutlass.range_constexpr(self.each):
-                own_u[r] = Float32(0.0)
-                own_o[r] = Float32(0.0)
-            for j in cutlass.range_constexpr(self.each * COLUMNS):
-                s[j] = ptx.float_from_bits(loaded[j // 4][j % 4])
-            first = lane - part
-            columns = base + self.all_at + 16 * part
-            if const_expr(self.fold):
-                for t in cutlass.range(waiting, unroll=1):
-                    a = self.columns(columns, OLD_DECAY, t)
-                    k = self.columns(columns, OLD_KEY, t)
-                    for r in cutlass.range_constexpr(self.each):
-                        u_t = cute.arch.shuffle_sync(old_u[r], first + t)
-                        for j in cutlass.range_constexpr(COLUMNS):
-                            n = COLUMNS * r + j
-                            s[n] = cute.math.fma(u_t, k[j], s[n] * a[j])
-                if waiting > 0:
-                    self.store_state(state_at, s)
-            for t in cutlass.range(width, unroll=1):
-                a = self.columns(columns, DECAY, t)
-                k = self.columns(columns, KEY, t)
-                beta_t = cute.arch.shuffle_sync(beta, first + t)
-                changes = []
-                for r in cutlass.range_constexpr(self.each):
-                    n = COLUMNS * r
-                    v_t = cute.arch.shuffle_sync(values[r], first + t)
-                    old_s = [s[n + j] * a[j] for j in range(COLUMNS)]
-                    u_t = beta_t * (v_t - over_parts(dot(old_s, k)))
-                    for j in cutlass.range_constexpr(COLUMNS):
-                        s[n + j] = cute.math.fma(u_t, k[j], old_s[j])
-                    changes.append(u_t)
-                q = self.columns(columns, QUERY, t)
-                for r in cutlass.range_constexpr(self.each):
-                    new_s = [s[COLUMNS * r + j] for j in range(COLUMNS)]
-                    o_t = over_parts(dot(new_s, q))
-                    own_u[r] = cutlass.select_(part == t, changes[r], own_u[r])
-                    own_o[r] = cutlass.select_(part == t, o_t, own_o[r])
+                size = MAX_WIDTH * LINE_BYTES + (TAPS - 1) * ENTRY_BYTES
+                self.expect(base + ROWS_FULL, size + ENTRY_BYTES * width)
+                size = self.channels * VECTOR_BYTES + LINE_BYTES * width
+                self.expect(base + STATE_FULL, size + 3 * VECTOR_BYTES * waiting)
+                if const_expr(self.ctas > 1):
+                    self.expect(base + SQUARES_FULL, 4 * QUADS * width)
+            if (warp == 0) & (lane < MAX_WIDTH):
+                place = base + self.f_at + LINE_BYTES * lane
+                full = base + ROWS_FULL
+                ptx.bulk_load(place, own_at + 4 * kind_bytes, LINE_BYTES, full)
+                if lane < width:
+                    line_at = own_at + Int64(LINE_BYTES) * head
+                    place = base + self.lines_at + ENTRY_BYTES * (TAPS - 1 + lane)
+                    for kind in cutlass.range_constexpr(3):
+                        from_at = line_at + kind_bytes * kind
+                        ptx.bulk_load(
+                            place + LINE_BYTES * kind, from_at, LINE_BYTES, full
+                        )
+                    place = base + self.gates_at + LINE_BYTES * lane
+                    full = base + STATE_FULL
+                    ptx.bulk_load(place, line_at + 3 * kind_bytes, LINE_BYTES, full)
+            if warp == 1:
+                if lane < 3 * (TAPS - 1):
+                    from_at = window_at + window_pitch * (oldest + lane // 3)
+                    from_at = from_at + kind_bytes * (lane % 3)
+                    place = base + self.lines_at + LINE_BYTES * lane
+                    ptx.bulk_load(place, from_at, LINE_BYTES, base + ROWS_FULL)
+                full = base + STATE_FULL
+                if lane == 16:
+                    size = self.channels * VECTOR_BYTES
+                    from_at = within + state_pitch * source
+                    ptx.bulk_load(base + self.state_at, from_at, size, full)
+                if const_expr(self.fold):
+                    if (lane > 16) & (lane < 20) & (waiting > 0):  # noqa: SIM102
+                        from_at = self.slot_of(u, slot)
+                        if lane == 18:
+                            from_at = self.slot_of(key, slot)
+                        if lane == 19:
+                            from_at = self.slot_of(decay, slot)
+                        place = base + self.vectors_at + KIND_BYTES * (OLD_U - 17 + lane)
+                        size = VECTOR_BYTES * waiting
+                        from_at = from_at + KIND_BYTES * Int64(head)
+                        ptx.bulk_load(place, from_at, size, full)
+            if (warp == 2) & (lane < MAX_WIDTH):
+                beta = self.bf16_at(own_at + 4 * kind_bytes + LINE_BYTES, head)
+                ptx.store_shared_f32(base + self.betas_at + 4 * lane, sigmoid(beta))
                 if const_expr(not self.fold):
-                    there = cute.arch.shuffle_sync(target, first + t)
-                    if there > 0:
-                        self.store_state(within + state_pitch * there, s)
+                    targets = self.shared(base + self.targets_at + 4 * lane, Int32, 1)
+                    targets[0] = state_slots[request, row]
 
-            # Loads that go with the exchange.
-            gates = []
-            scale = []
-            for r in cutlass.range_constexpr(self.each):
-                column = 3 * heads * DIM + line + QUAD * r
-                gates.append(packed[begin + row, column].to(Float32))
-                scale.append(norm[channel + QUAD * r])
-            place = base + self.squares_at + SQUARES_PITCH * part
-            for r in cutlass.range_constexpr(self.each):
-                square = cute.math.fma(own_o[r], own_o[r], Float32(0.0))
-                square = square + cute.arch.shuffle_sync_bfly(square, offset=8)
-                square = square + cute.arch.shuffle_sync_bfly(square, offset=16)
-                quad = place + 4 * (channel // QUAD + r)
-                for turn in cutlass.range_constexpr((self.ctas + 3) // 4):
-                    peer = lane // PARTS + 4 * turn
-                    if (part < width) & (peer < self.ctas):
-                        ptx.store_remote_f32(quad, square, base + 8, peer)
-            if const_expr(self.fold):  # noqa: SIM102
-                if part < width:
+            cute.arch.mbarrier_wait(self.barrier(base + TAPS_FULL), 0)
+            cute.arch.mbarrier_wait(self.barrier(base + ROWS_FULL), 0)
+            for task in cutlass.range(warp, 3 * width, WARPS, unroll=1):
+                self.vector(base, task, width, lane)
+            self.decays(base, filter_row, words, bias, rate, lower_bound, lane)
+            cute.arch.sync_threads()
+            cute.arch.mbarrier_wait(self.barrier(base + STATE_FULL), 0)
+            # Nobody else reads what this replaces, and the registers are still there.
+            if const_expr(self.ctas == 1):
+                self.record(base, window, key, decay, slot, head, heads, width)
+                if const_expr(self.fold):
+                    self.count(counts, slot, head, width, told)
+
+            s = cute.make_rmem_tensor((self.each * COLUMNS,), Float32)
+            place = base + self.state_at + VECTOR_BYTES * local + 16 * part
+            for i in cutlass.range_constexpr(2 * self.each):
+                four = ptx.load_shared_f32x4(
+                    place, VECTOR_BYTES * (i // 2) + 256 * (i % 2)
+                )
+                for j in cutlass.range_constexpr(4):
+                    s[4 * i + j] = four[j]
+            columns = base + self.vectors_at + 16 * part
+            state_at = within + Int64(VECTOR_BYTES) * local + 16 * part
+            #: The channel whose sums this lane holds, of its sixteen's E.
+            own = base + self.vectors_at + 4 * (channel + part // self.span)
+            if const_expr(self.fold):
+                changes = base + self.vectors_at + OLD_U * KIND_BYTES + 4 * channel
+                for t in cutlass.range(waiting, unroll=1):
+                    u_t = self.some(changes + VECTOR_BYTES * t, Float32)
+                    for i in cutlass.range_constexpr(COLUMNS // 4):
+                        a = self.four(columns, OLD_DECAY, t, i)
+                        k = self.four(columns, OLD_KEY, t, i)
+                        for r in cutlass.range_constexpr(self.each):
+                            for j in cutlass.range_constexpr(4):
+                                n = COLUMNS * r + 4 * i + j
+                                s[n] = cute.math.fma(u_t[r], k[j], s[n] * a[j])
+                if waiting > 0:
+                    self.store_state(state_at + state_pitch * slot, s)
+                cute.arch.sync_warp()
+            for t in cutlass.range(width, unroll=1):
+                v_t = self.element(own + VALUE * KIND_BYTES + VECTOR_BYTES * t)[0]
+                beta_t = self.element(base + self.betas_at + 4 * t)[0]
+                k = []
+                sums = [None] * self.each
+                for i in cutlass.range_constexpr(COLUMNS // 4):
+                    a = self.four(columns, DECAY, t, i)
+                    k.append(self.four(columns, KEY, t, i))
                     for r in cutlass.range_constexpr(self.each):
-                        u[slot, head, part, channel + QUAD * r] = own_u[r]
-            ptx.wait_cluster(base + 8, 0)
-            sums = [ptx.load_shared_f32x4(place, 16 * i) for i in range(QUADS // 4)]
-            total = add_tree([x for four in sums for x in four])
-            mean = cute.math.fma(total, Float32(1.0 / DIM), eps)
-            spread = cute.math.rsqrt(mean, fastmath=True)
-            if part < width:
-                for r in cutlass.range_constexpr(self.each):
-                    y = own_o[r] * spread * scale[r] * sigmoid(gates[r])
-                    out[begin + part, head, channel + QUAD * r] = y.to(BFloat16)
+                        n = COLUMNS * r + 4 * i
+                        for j in cutlass.range_constexpr(4):
+                            s[n + j] = s[n + j] * a[j]
+                        sums[r] = dot([s[n + j] for j in range(4)], k[i], sums[r])
+                u_own = beta_t * (v_t - sums_of_channels(sums, part))
+                u_t = [u_own] * self.each
+                if const_expr(self.each > 1):
+                    u_t = [
+                        cute.arch.shuffle_sync(u_own, lane - part + self.span * r)
+                        for r in range(self.each)
+                    ]
+                sums = [None] * self.each
+                for i in cutlass.range_constexpr(COLUMNS // 4):
+                    q = self.four(columns, QUERY, t, i)
+                    for r in cutlass.range_constexpr(self.each):
+                        n = COLUMNS * r + 4 * i
+                        for j in cutlass.range_constexpr(4):
+                            s[n + j] = cute.math.fma(u_t[r], k[i][j], s[n + j])
+                        sums[r] = dot([s[n + j] for j in range(4)], q, sums[r])
+                o_own = sums_of_channels(sums, part)
+                if part % self.span == 0:
+                    place = own - self.vectors_at + self.outputs_at
+                    ptx.store_shared_f32(place + VECTOR_BYTES * t, o_own)
+                    if const_expr(self.fold):
+                        place = own + OLD_U * KIND_BYTES + VECTOR_BYTES * t
+                        ptx.store_shared_f32(place, u_own)
+                if const_expr(not self.fold):
+                    there = self.shared(base + self.targets_at + 4 * t, Int32, 1)[0]
+                    if there > 0:
+                        self.store_state(state_at + state_pitch * there, s)
+            cute.arch.sync_threads()
+            if const_expr(self.ctas > 1):
+                # The peers' barriers are there.
+                cute.arch.cluster_wait()
+            if warp < width:
+                self.finish(base, norm, out, begin, head, rank, warp, lane, eps)
+            if const_expr(self.ctas > 1):
+                ptx.wait_cluster(base + SQUARES_FULL, 0)
+                self.record(base, window, key, decay, slot, head, heads, width)
+                if const_expr(self.fold):
+                    self.count(counts, slot, head, width, told)
+            if const_expr(self.fold):
+                at = self.slot_of(u, slot) + KIND_BYTES * Int64(head)
+                quads = self.channels // QUAD
+                for i in cutlass.range(thread, quads * width, THREADS, unroll=1):
+                    within_row = 16 * (quads * rank + i % quads)
+                    offset = VECTOR_BYTES * (i // quads) + within_row
+                    self.copy(base, OLD_U * KIND_BYTES + offset, at + offset)
         else:
-            cute.arch.cluster_wait()
-            # The copy must not come to a CTA that has left.
-            cute.arch.mbarrier_wait(self.barrier(base + 16), 0)
-            if (slot <= 0) & (part < width):
-                for r in cutlass.range_constexpr(self.each):
-                    out[begin + part, head, channel + QUAD * r] = BFloat16(0.0)
+            if const_expr(self.ctas > 1):
+                cute.arch.cluster_wait()
+            # The copies must not come to a CTA that has left.
+            cute.arch.mbarrier_wait(self.barrier(base + TAPS_FULL), 0)
+            if (slot <= 0) & (warp < width) & (lane < self.channels // QUAD):
+                line = cute.make_rmem_tensor((QUAD,), BFloat16)
+                line.fill(BFloat16(0.0))
+                self.store_out(out, begin + warp, head, rank, lane, line)
 
     @cute.jit
     def barrier(self, address):
         return cute.make_ptr(
             cutlass.Int64, address, cute.AddressSpace.smem, assumed_align=8
         )
+
+    @cute.jit
+    def expect(self, address, size):
+        """The one arrival of a barrier: it opens when ``size`` bytes have come."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(address), size)
 
     @cute.jit
     def bf16_at(self, row, column):
@@ -470,110 +461,178 @@ class KdaKernel:
         return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
 
     @cute.jit
-    def convolve(self, line, words):
-        """SiLU of the convolution."""
-        taps = [ptx.float_from_bits(word) for word in words]
-        total = taps[0] * line[0]
-        for i in cutlass.range_constexpr(1, TAPS):
-            total = cute.math.fma(taps[i], line[i], total)
-        return total * sigmoid(total)
-
-    @cute.jit
-    def share(self, share, kind, value):
-        """Lane t's value of row t to this CTA's part of the exchange."""
-        ptx.store_shared_f32(share + kind * MAX_WIDTH * self.pitch, value)
-
-    @cute.jit
-    def project(self, base, tile, lane):
-        """W_fb f_a of a warp's 16 channels for eight rows, to the decay's place in this
-        CTA's share; columns of K in the same permutation of both."""
-        cute.arch.mbarrier_wait(self.barrier(base + 16), 0)
-        row = lane // 4
-        within = 2 * DIM * row + 16 * (lane % 4)
-        weights = base + self.weights_at + 16 * 2 * DIM * tile + within
-        tokens = base + self.f_at + within
-        zero = Float32(0.0)
-        sums = [(zero, zero, zero, zero)] * 2
-        for i in cutlass.range_constexpr(4):
-            low = ptx.load_shared_128(weights, 64 * i)
-            high = ptx.load_shared_128(weights, 64 * i + 8 * 2 * DIM)
-            x = ptx.load_shared_128(tokens, 64 * i)
-            for j in cutlass.range_constexpr(2):
-                a = (low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1])
-                sums[j] = ptx.mma_16816(a, (x[2 * j], x[2 * j + 1]), sums[j])
-        place = base + self.share_at + DECAY * MAX_WIDTH * self.pitch
-        place = place + 2 * (lane % 4) * self.pitch + 4 * (16 * tile + row)
-        for i in cutlass.range_constexpr(4):
-            offset = (i % 2) * self.pitch + 4 * 8 * (i // 2)
-            ptx.store_shared_f32(place + offset, sums[0][i] + sums[1][i])
+    def slot_of(self, records, slot):
+        """Address of a slot's records of Float32."""
+        return records.iterator.toint() + Int64(4) * records.stride[0] * slot
 
     @cute.jit
     def element(self, address):
         """A Float32 of shared memory."""
+        return self.shared(address, Float32, 1)
+
+    @cute.jit
+    def some(self, address, kind=BFloat16):
+        """This lane's E neighbouring elements of shared memory, as Float32."""
+        found = self.shared(address, kind, self.each)
+        return [found[r].to(Float32) for r in range(self.each)]
+
+    @cute.jit
+    def shared(self, address, kind, count):
         pointer = cute.make_ptr(
-            Float32, address, cute.AddressSpace.smem, assumed_align=4
+            kind,
+            address,
+            cute.AddressSpace.smem,
+            assumed_align=count * kind.width // 8,
         )
-        return cute.make_tensor(pointer, cute.make_layout(1))
+        return cute.make_tensor(pointer, cute.make_layout(count))
 
     @cute.jit
-    def send(self, base, rank, warp, lane, width, waiting):
-        """This CTA's channels of every row to all CTAs; a row's are 32 requests."""
-        peer = lane % self.ctas
-        quad = lane // self.ctas
-        for kind in cutlass.range_constexpr(self.kinds):
-            count = width if kind < OLD_KEY else waiting
-            mine = base + self.share_at + kind * MAX_WIDTH * self.pitch + 16 * quad
-            there = base + self.all_at + kind * KIND_BYTES + 16 * quad
-            there = there + 4 * self.channels * rank
-            for row in cutlass.range(warp, count, self.warps, unroll=1):
-                found = ptx.load_shared_f32x4(mine + self.pitch * row)
-                ptx.store_remote_f32x4(there + ROW_BYTES * row, found, base, peer)
-
-    @cute.jit
-    def normalise(self, base, vector, part, rank, width, record):
-        """Queries and keys to unit length, in place; eight lanes a vector. Where the
-        keys are recorded, from ``record`` on, it is done by one CTA a row."""
-        kind = vector % 2
-        row = vector // 2
-        at = base + self.all_at + kind * KIND_BYTES + ROW_BYTES * row + 16 * part
-        x = [v for i in range(4) for v in ptx.load_shared_f32x4(at, 128 * i)]
-        total = over_parts(dot(x, x)) + L2_EPS
-        unit = cute.math.rsqrt(total, fastmath=True)
+    def vector(self, base, task, width, lane):
+        """A warp's row of q, k or v: convolution and SiLU, and unit length for q and k,
+        q times 128^-1/2. A lane has four channels, two of each half."""
+        kind = Int32(task >= width) + Int32(task >= 2 * width)
+        row = task - width * kind
+        lines = base + self.lines_at + ENTRY_BYTES * row + LINE_BYTES * kind + 4 * lane
+        taps = base + self.taps_at + 4 * TAPS * (DIM * kind + 2 * lane)
+        x = []
+        for half in cutlass.range_constexpr(2):
+            words = [
+                self.shared(lines + ENTRY_BYTES * i + DIM * half, Int32, 1)[0]
+                for i in range(TAPS)
+            ]
+            rows = [halves(word) for word in words]
+            for c in cutlass.range_constexpr(2):
+                offset = 4 * TAPS * (DIM // 2 * half + c)
+                weights = ptx.load_shared_f32x4(taps, offset)
+                total = weights[0] * rows[0][c]
+                for i in cutlass.range_constexpr(1, TAPS):
+                    total = cute.math.fma(weights[i], rows[i][c], total)
+                x.append(total * sigmoid(total))
+        unit = cute.math.rsqrt(over_lanes(dot(x, x)) + L2_EPS, fastmath=True)
         unit = cutlass.select_(kind == QUERY, unit * DIM**-0.5, unit)
-        live = Int32(row < width)
-        for i in cutlass.range_constexpr(4):
-            words = [ptx.float_bits(x[4 * i + j] * unit) for j in range(4)]
-            ptx.store_shared_128_if(at + 128 * i, live, words)
-            if const_expr(self.fold):  # noqa: SIM102
-                if (row < width) & (kind == KEY) & (row % self.ctas == rank):
-                    address = record + ROW_BYTES * row + 16 * part
-                    ptx.store_global_128(address + 128 * i, words)
+        unit = cutlass.select_(kind == VALUE, Float32(1.0), unit)
+        place = base + self.vectors_at + KIND_BYTES * kind + VECTOR_BYTES * row
+        for half in cutlass.range_constexpr(2):
+            pair = self.shared(place + 8 * lane + 2 * DIM * half, Float32, 2)
+            for c in cutlass.range_constexpr(2):
+                pair[c] = x[2 * half + c] * unit
 
     @cute.jit
-    def load_state(self, address):
-        return [
-            ptx.load_global_128(address, 4 * DIM * QUAD * (i // 4) + 128 * (i % 4))
-            for i in range(4 * self.each)
-        ]
+    def decays(self, base, filter_row, words, bias, rate, lower_bound, lane):
+        """e^g of a warp's 16 channels for eight rows: W_fb f_a rounded to bf16, columns
+        of K in the same permutation of both. The rows past the width have what the last
+        one has."""
+        tokens = base + self.f_at + LINE_BYTES * (lane // 4) + 16 * (lane % 4)
+        zero = Float32(0.0)
+        sums = [(zero, zero, zero, zero)] * 2
+        for i in cutlass.range_constexpr(4):
+            low, high = words[2 * i], words[2 * i + 1]
+            x = ptx.load_shared_128(tokens, 64 * i)
+            for j in cutlass.range_constexpr(2):
+                a = (low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1])
+                sums[j] = ptx.mma_16816(a, (x[2 * j], x[2 * j + 1]), sums[j])
+        steepness = exp_of(rate)
+        place = base + self.vectors_at + DECAY * KIND_BYTES + 4 * filter_row
+        place = place + 2 * VECTOR_BYTES * (lane % 4)
+        for i in cutlass.range_constexpr(4):
+            raw = sums[0][i] + sums[1][i]
+            low_rank, _ = halves(ptx.pack_bf16x2(raw, raw))
+            g = lower_bound * sigmoid(steepness * (low_rank + bias[i // 2]))
+            offset = VECTOR_BYTES * (i % 2) + 4 * 8 * (i // 2)
+            ptx.store_shared_f32(place + offset, exp_of(g))
 
     @cute.jit
     def store_state(self, address, s):
-        for i in cutlass.range_constexpr(4 * self.each):
+        for i in cutlass.range_constexpr(2 * self.each):
             words = [ptx.float_bits(s[4 * i + j]) for j in range(4)]
-            offset = 4 * DIM * QUAD * (i // 4) + 128 * (i % 4)
+            offset = VECTOR_BYTES * (i // 2) + 256 * (i % 2)
             ptx.store_global_128(address + offset, words)
 
     @cute.jit
-    def keep(self, window, slot, part, line, column):
-        """A row's projection to the window, and the taps before row 0."""
-        if part == 0:
-            for i in cutlass.range_constexpr(self.past):
-                tap = line[TAPS - 1 - self.past + i]
-                window[slot, i, column] = tap.to(BFloat16)
-        window[slot, self.past + part, column] = line[TAPS - 1].to(BFloat16)
+    def four(self, columns, kind, row, i):
+        """The i-th four of this lane's columns of a vector."""
+        return ptx.load_shared_f32x4(
+            columns + kind * KIND_BYTES + VECTOR_BYTES * row, 256 * i
+        )
 
     @cute.jit
-    def columns(self, columns, kind, row):
-        """This lane's 16 columns of a vector."""
-        at = columns + kind * KIND_BYTES + ROW_BYTES * row
-        return [v for i in range(4) for v in ptx.load_shared_f32x4(at, 128 * i)]
+    def finish(self, base, norm, out, begin, head, rank, row, lane, eps):
+        """A warp's row: the sums of squares to and from the cluster, norm and gate. A
+        lane has four neighbouring channels of this CTA, if there are so many."""
+        mine = lane < self.channels // QUAD
+        channel = QUAD * (self.channels // QUAD * rank + lane)
+        if not mine:
+            channel = Int32(0)
+        weights = ptx.load_global_128(norm.iterator.toint() + Int64(4) * channel)
+        gates = self.shared(
+            base + self.gates_at + LINE_BYTES * row + 2 * channel, BFloat16, QUAD
+        )
+        place = base + self.outputs_at + VECTOR_BYTES * row + 4 * channel
+        o = ptx.load_shared_f32x4(place)
+        # A product that is added is an fma: with zero, so that it is rounded.
+        square = add_tree([cute.math.fma(x, x, Float32(0.0)) for x in o])
+        if const_expr(self.ctas > 1):
+            place = base + self.squares_at + SQUARES_BYTES * row
+            if mine:
+                for peer in cutlass.range_constexpr(self.ctas):
+                    ptx.store_remote_f32(
+                        place + channel, square, base + SQUARES_FULL, peer
+                    )
+            ptx.wait_cluster(base + SQUARES_FULL, 0)
+            square = self.element(place + 4 * lane)[0]
+        mean = cute.math.fma(over_lanes(square), Float32(1.0 / DIM), eps)
+        spread = cute.math.rsqrt(mean, fastmath=True)
+        if mine:
+            line = cute.make_rmem_tensor((QUAD,), BFloat16)
+            for i in cutlass.range_constexpr(QUAD):
+                scale = ptx.float_from_bits(weights[i])
+                gate = sigmoid(gates[i].to(Float32))
+                line[i] = (o[i] * spread * scale * gate).to(BFloat16)
+            self.store_out(out, begin + row, head, rank, lane, line)
+
+    @cute.jit
+    def store_out(self, out, row, head, rank, lane, line):
+        """Four channels of a row."""
+        at = out.iterator.toint() + Int64(2) * out.stride[0] * row
+        at = at + LINE_BYTES * head + 2 * self.channels * rank + 2 * QUAD * lane
+        pointer = cute.make_ptr(BFloat16, at, cute.AddressSpace.gmem, assumed_align=8)
+        cute.autovec_copy(line, cute.make_tensor(pointer, cute.make_layout(QUAD)))
+
+    @cute.jit
+    def record(self, base, window, key, decay, slot, head, heads, width):
+        """The taps before row 0 and the rows to the window, keys and decays to their
+        records: a part of them by each CTA of the cluster."""
+        rank, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        begin = THREADS * rank + thread
+        step = THREADS * self.ctas
+        lines = ENTRY_BYTES // 16
+        window_at = window.iterator.toint() + Int64(2) * window.stride[0] * slot
+        place = base + self.lines_at + ENTRY_BYTES * (TAPS - 1 - self.past)
+        for i in cutlass.range(begin, lines * (self.past + width), step, unroll=1):
+            within = 16 * (i % lines)
+            column = LINE_BYTES * (within // LINE_BYTES * heads + head)
+            at = window_at + Int64(2) * window.stride[1] * (i // lines)
+            at = at + column + within % LINE_BYTES
+            ptx.store_global_128(at, ptx.load_shared_128(place + 16 * i))
+        if const_expr(self.fold):
+            for kind, records in ((KEY, key), (DECAY, decay)):
+                at = self.slot_of(records, slot) + KIND_BYTES * Int64(head)
+                for i in cutlass.range(begin, QUADS * width, step, unroll=1):
+                    self.copy(base, kind * KIND_BYTES + 16 * i, at + 16 * i)
+
+    @cute.jit
+    def count(self, counts, slot, head, width, told):
+        """The rows recorded, and one more if more were told accepted than there were."""
+        rank, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        if (thread == 0) & (rank == 0):
+            if told > counts[slot, head, 0]:
+                counts[slot, head, 1] = counts[slot, head, 1] + 1
+            counts[slot, head, 0] = width
+
+    @cute.jit
+    def copy(self, base, offset, address):
+        """16 bytes of the vectors to global memory."""
+        words = ptx.load_shared_128(base + self.vectors_at + offset)
+        ptx.store_global_128(address, words)
