@@ -11,8 +11,9 @@ from typing import Any, Literal
 KEY = "dspark_k3"
 
 Side = Literal["ours", "stock"]
-#: What the K3 executor can run either way, by sublayer.
-OPS = ("attn_res", "kda", "mla", "moe", "dense", "lm_head")
+#: What the K3 executor can run either way, by sublayer. kda_core is the part of kda
+#: between its projections: decay projection, convolution, recurrence and gated norm.
+OPS = ("attn_res", "kda", "kda_core", "mla", "moe", "dense", "lm_head")
 SIDES = ("ours", "stock")
 
 
@@ -31,7 +32,8 @@ class Settings:
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
-            which of them a difference comes from; what is not named is ours.
+            which of them a difference comes from; what is not named is ours. A stock
+            kda has a stock kda_core.
         pdl: with ``target``, launch our kernels as programmatic dependents.
     """
 
@@ -94,4 +96,11 @@ def _read_ops(given: Any) -> Mapping[str, Side]:
             )
         if side not in SIDES:
             raise ValueError(f"{where}[{name!r}]={side!r}: must be 'ours' or 'stock'")
+    if given.get("kda") == "stock":
+        if given.get("kda_core") == "ours":
+            raise ValueError(
+                f"{where} sets kda_core to 'ours' and kda, which it is a part of, to "
+                "'stock': take kda_core out, or set kda to 'ours'"
+            )
+        given = {**given, "kda_core": "stock"}
     return MappingProxyType({**_all_ours(), **given})

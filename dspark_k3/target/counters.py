@@ -18,7 +18,7 @@ class StepCounters:
     ours: our executor, in a graph or eagerly. stock_prefill: a prompt's tokens were
     among the rows. stock_rows: more than 64 rows. stock_piecewise: vLLM replayed a
     piecewise graph, which is captured by row count alone. stock_other: the step had no
-    K3 metadata.
+    K3 metadata, or verify rows beside decodes that are none, which is not seen in 0.33.
     """
 
     def __init__(self) -> None:

@@ -31,6 +31,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from dspark_k3.settings import Settings
 from dspark_k3.target import graphs
 from dspark_k3.target.counters import Reason, StepCounters
+from dspark_k3.target.kda import KdaVerify, serves
 from dspark_k3.target.sublayers import (
     Dense,
     Head,
@@ -68,8 +69,11 @@ class Layer:
             num_blocks=saved + start,
             restart=start,
         )
+        ours: Callable[..., Sublayer] = Mla
+        if kda:
+            ours = KdaVerify if settings.ours("kda_core") else Kda
         self.attention = _sublayer(
-            "kda" if kda else "mla", Kda if kda else Mla, layer.self_attn, settings
+            "kda" if kda else "mla", ours, layer.self_attn, settings
         )
         moe = layer.is_moe_layer
         self.mlp = _sublayer(
@@ -106,7 +110,14 @@ class Executor:
         return self._backbone.embed_input_ids(ids)
 
     def prepare_kv(self) -> None:
-        """The KV cache was bound; nothing here depends on its layout."""
+        """Called for every KV cache that vLLM binds: one to profile with, then its own.
+
+        Raises:
+            ValueError: our KDA kernel cannot run in it.
+        """
+        for layer in self._layers:
+            if isinstance(layer.attention, KdaVerify):
+                layer.attention.prepare_kv()
 
     def plan(self, positions: Tensor, intermediate_tensors: Any) -> Tensor | None:
         """The step, which is its ``positions``, if it is ours; None if it is vLLM's."""
@@ -141,6 +152,8 @@ class Executor:
                 return "stock_other"
             if own.num_prefills:
                 return "stock_prefill"
+            if isinstance(layer.attention, KdaVerify) and not serves(own):
+                return "stock_other"
         return "ours"
 
     def run(

@@ -17,10 +17,13 @@ from dspark_k3.settings import OPS, Settings
 from dspark_k3.target.projections import without_kernel
 from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
+from verify_kernels.kda.host import DIM, TAPS
 
 #: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
 #: and sm_103a too, which nobody has run.
 CAPABILITIES = ((9, 0),)
+#: What gives the part of a KDA layer back that our kernel does not compute.
+STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
 
 
 class UnsupportedTarget(ValueError):
@@ -131,6 +134,28 @@ def _kernels(d: Deployment) -> str | None:
     return ", ".join(found) or None
 
 
+def _kda(
+    setting: str, good: Callable[[Any], bool]
+) -> Callable[[Deployment], str | None]:
+    """The KDA setting of the model, if ``good`` denies it and the core is ours."""
+
+    def failed(d: Deployment) -> str | None:
+        if _architecture(d) or not d.settings.ours("kda_core"):
+            return None
+        value = d.text.linear_attn_config.get(setting)
+        return None if good(value) else f"{setting}={value!r}"
+
+    return failed
+
+
+def _window_layout(d: Deployment) -> str | None:
+    name = "VLLM_SSM_CONV_STATE_LAYOUT"
+    layout = os.environ.get(name) or "SD"
+    if layout == "SD" or not d.settings.ours("kda_core"):
+        return None
+    return f"{name}={layout}"
+
+
 def _is(path: str, good: Callable[[Any], bool]) -> Callable[[Deployment], str | None]:
     """The attribute at the dotted ``path`` of the config, if ``good`` denies it. A
     path that ends early (None, or an attribute the engine lacks) holds."""
@@ -152,6 +177,10 @@ def _one(value: Any) -> bool:
 
 def _off(value: Any) -> bool:
     return not value
+
+
+def _negative(value: Any) -> bool:
+    return value is not None and value < 0
 
 
 def _bf16(value: Any) -> bool:
@@ -324,6 +353,22 @@ RULES: tuple[Rule, ...] = (
         "float32 KDA states",
         _is("cache_config.mamba_ssm_cache_dtype", lambda v: v in ("auto", "float32")),
         "leave --mamba-ssm-cache-dtype out",
+    ),
+    Rule(
+        "KDA heads that the kernel has",
+        _kda("head_dim", lambda v: v == DIM),
+        STOCK_CORE,
+    ),
+    Rule(
+        "KDA convolutions that the kernel has",
+        _kda("short_conv_kernel_size", lambda v: v == TAPS),
+        STOCK_CORE,
+    ),
+    Rule("a bounded KDA decay", _kda("gate_lower_bound", _negative), STOCK_CORE),
+    Rule(
+        "convolution windows with channels last",
+        _window_layout,
+        f"unset VLLM_SSM_CONV_STATE_LAYOUT, or {STOCK_CORE}",
     ),
     Rule(
         "committed KDA states in vLLM's slots",

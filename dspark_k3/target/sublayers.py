@@ -60,7 +60,7 @@ class Gemm:
     ) -> None:
         self._dtypes = list(dtypes or [torch.bfloat16] * len(layers))
         for layer in layers:
-            _check_weight(layer)
+            check_weight(layer)
         weights = [layer.weight.data for layer in layers]
         self._widths = [weight.shape[0] for weight in weights]
         columns = weights[0].shape[1]
@@ -164,7 +164,8 @@ class Stock:
 
 
 class Kda:
-    """Our projections around vLLM's convolution, recurrence and gated norm."""
+    """Our projections around vLLM's convolution, recurrence and gated norm; with the
+    core ours too it is `dspark_k3.target.kda.KdaVerify`."""
 
     def __init__(self, module: nn.Module, *, pdl: bool) -> None:
         self._module = module
@@ -193,7 +194,7 @@ class Kda:
             beta=beta.unsqueeze(0),
             core_attn_out=out,
         )
-        return _reduce(self._o_proj.one(out.view(rows, -1)))
+        return over_ranks(self._o_proj.one(out.view(rows, -1)))
 
 
 class Mla:
@@ -233,7 +234,7 @@ class Mla:
             key_rope.unsqueeze(1),
             out,
         )
-        return _reduce(self._o_proj.one(_gate_sigmoid_mul(out, gate)))
+        return over_ranks(self._o_proj.one(_gate_sigmoid_mul(out, gate)))
 
 
 class Dense:
@@ -245,7 +246,7 @@ class Dense:
         self._down = Gemm([module.down_proj], pdl=pdl)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        return _reduce(self._down.one(self._activation(self._gate_up.one(hidden))))
+        return over_ranks(self._down.one(self._activation(self._gate_up.one(hidden))))
 
 
 class Moe:
@@ -288,10 +289,10 @@ class Moe:
             shared = self._shared_down.one(self._activation(self._gate_up.one(hidden)))
         routed = self._routed(latent, logits)
         self._side.join()
-        routed = _reduce(routed)
+        routed = over_ranks(routed)
         if self._norm is not None:
             routed = self._norm(routed)
-        return self._up.one(routed).add_(_reduce(shared))
+        return self._up.one(routed).add_(over_ranks(shared))
 
     def _routed(self, latent: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum of this rank's shares of the chosen experts, [M, latent].
@@ -401,7 +402,7 @@ def _mix_arguments(
     }
 
 
-def _reduce(rows: Tensor) -> Tensor:
+def over_ranks(rows: Tensor) -> Tensor:
     """The sum over the tensor-parallel ranks."""
     if get_tensor_model_parallel_world_size() == 1:
         return rows
@@ -412,7 +413,9 @@ def _spell(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
-def _check_weight(layer: nn.Module) -> None:
+def check_weight(layer: nn.Module) -> None:
+    """Raise ValueError unless a linear layer of vLLM's is one that our kernels run: a
+    plain contiguous bf16 [N, K] weight and no bias."""
     weight = getattr(layer, "weight", None)
     name = getattr(layer, "prefix", type(layer).__name__)
     if not isinstance(weight, Tensor) or weight.dim() != 2:

@@ -39,9 +39,9 @@ class Request:
 
 
 class Engine:
-    """vLLM's planning around played states."""
+    """vLLM's planning around played states, for up to ``drafts`` drafts."""
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: int, drafts: int = K) -> None:
         from vllm.models.kimi_k3.nvidia import kda_metadata
         from vllm.v1.kv_cache_interface import MambaSpec
         from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -54,10 +54,10 @@ class Engine:
                 cache_config=SimpleNamespace(mamba_cache_mode="none")
             ),
             kv_cache_spec=spec,
-            use_spec_decode=True,
-            num_spec=K,
+            use_spec_decode=drafts > 0,
+            num_spec=drafts,
             use_recoverssm=False,
-            spec_state_slots=K + 1,
+            spec_state_slots=drafts + 1,
             use_full_cuda_graph=False,
             use_flashinfer_prefill=False,
             supports_update_block_table=False,
@@ -67,9 +67,10 @@ class Engine:
         group = AttentionGroup(backend, ["kda"], spec, 0)
         group.metadata_builders = [builder]
         self.groups = [[group]]
+        self.builder = builder
         self.state = object.__new__(MambaHybridModelState)
         vars(self.state).update(
-            vllm_config=SimpleNamespace(num_speculative_tokens=K),
+            vllm_config=SimpleNamespace(num_speculative_tokens=drafts),
             num_accepted_tokens_gpu=torch.ones(requests, dtype=torch.int32),
             max_model_len=1 << 20,
             recoverssm=None,
@@ -85,28 +86,33 @@ class Engine:
         device: list[int],
         drafts: list[int],
         before: Callable[[Any], None] = lambda step: None,
+        padding: int = 0,
     ) -> Any:
         """vLLM's KDA metadata of a step; all lists in batch order. ``before`` gets the
-        input batch first."""
+        input batch first. With ``padding`` the step is one for a whole graph with so
+        many more requests, which have no rows."""
         computed = [r.computed for r in batch]
         prefilling = np.array([r.prefilling for r in batch])
         new = np.array(scheduled) - np.array(drafts)
         as_decode = prefilling & (new == 1) & (np.array(computed) > 0)
-        start = torch.tensor([0, *device], dtype=torch.int32).cumsum(0)
-        blocks = torch.tensor([r.slots for r in batch], dtype=torch.int32)
+        none = [0] * padding
+        start = torch.tensor([0, *device, *none], dtype=torch.int32).cumsum(0)
+        lines = [r.slots for r in batch] + [[0] * len(batch[0].slots)] * padding
+        blocks = torch.tensor(lines, dtype=torch.int32)
         count = len(batch)
         step = SimpleNamespace(
             num_reqs=count,
-            num_reqs_after_padding=count,
+            num_reqs_after_padding=count + padding,
             num_tokens=sum(device),
             num_tokens_after_padding=sum(device),
             query_start_loc=start.to(torch.int32),
-            query_start_loc_np=np.cumsum([0, *host]).astype(np.int32),
+            query_start_loc_np=np.cumsum([0, *host, *none]).astype(np.int32),
             max_query_len=max(scheduled),
             num_scheduled_tokens=np.array(scheduled, np.int32),
             num_draft_tokens_per_req=np.array(drafts, np.int32),
-            seq_lens=torch.tensor(computed) + torch.tensor(device),
-            seq_lens_cpu_upper_bound=torch.tensor(computed) + torch.tensor(scheduled),
+            seq_lens=torch.tensor(computed + none) + torch.tensor(device + none),
+            seq_lens_cpu_upper_bound=torch.tensor(computed + none)
+            + torch.tensor(scheduled + none),
             is_prefilling_np=prefilling,
             num_computed_prefill_tokens_np=np.array(computed) * prefilling,
             prefill_runs_as_decode_np=as_decode if prefilling.any() else None,
@@ -120,7 +126,7 @@ class Engine:
         before(step)
         return self.state.prepare_attn(
             step,
-            CUDAGraphMode.NONE,
+            CUDAGraphMode.FULL if padding else CUDAGraphMode.NONE,
             (blocks,),
             torch.zeros(1, sum(device), dtype=torch.int64),
             self.groups,
@@ -196,6 +202,10 @@ def step(engine: Engine, batch: list[Request], rng: random.Random, trim: bool) -
     device = [n - d + a for n, d, a in zip(plan, drafted, kept, strict=True)]
     host = even_split(plan, drafted, sum(kept)) if sum(drafted) else plan
     metadata = engine.plan(batch, plan, host, device, drafted)
+    # What `dspark_k3.target.kda.serves` guards against.
+    assert metadata.num_prefills or not (
+        metadata.num_spec_decodes and metadata.num_decodes
+    )
 
     rows: list[int] = []
     for r, width in zip(batch, device, strict=True):

@@ -24,6 +24,15 @@ def test_an_op_is_set_to_stock_and_the_others_stay_ours() -> None:
     assert [op for op in settings.OPS if not read.ours(op)] == ["moe"]
 
 
+def test_a_stock_kda_has_a_stock_core() -> None:
+    for ops in ({"kda": "stock"}, {"kda": "stock", "kda_core": "stock"}):
+        read = settings.read({"dspark_k3": {"target": True, "ops": ops}})
+        assert [op for op in settings.OPS if not read.ours(op)] == ["kda", "kda_core"]
+    core = {"dspark_k3": {"target": True, "ops": {"kda_core": "stock"}}}
+    read = settings.read(core)
+    assert [op for op in settings.OPS if not read.ours(op)] == ["kda_core"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -33,6 +42,10 @@ def test_an_op_is_set_to_stock_and_the_others_stay_ours() -> None:
         ({"target": True, "ops": ["moe"]}, r"\['ops'\]=\['moe'\]: must be an object"),
         ({"target": True, "ops": {"mow": "stock"}}, "unknown key 'mow'; known keys: a"),
         ({"target": True, "ops": {"moe": "theirs"}}, "must be 'ours' or 'stock'"),
+        (
+            {"target": True, "ops": {"kda": "stock", "kda_core": "ours"}},
+            "sets kda_core to 'ours' and kda, which it is a part of, to 'stock'",
+        ),
         ({"ops": {"moe": "stock"}}, "sets ops without target"),
         ([1], r"\[1\]: must be an object"),
     ],

@@ -36,10 +36,19 @@ def text_config(**changes: Any) -> SimpleNamespace:
             "num_heads": 96,
             "head_dim": 128,
             "kda_layers": [1, 2, 3],
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
             "use_full_rank_gate": True,
         },
     }
     return SimpleNamespace(**values | changes)
+
+
+def linear(**changes: Any) -> SimpleNamespace:
+    """K3's with its KDA settings changed."""
+    return text_config(
+        linear_attn_config=text_config().linear_attn_config | changes,
+    )
 
 
 def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
@@ -257,6 +266,24 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
         "'bfloat16'",
     ),
     (
+        "KDA heads that the kernel has",
+        [(TEXT, linear(num_heads=192, head_dim=64))],
+        {},
+        "head_dim=64",
+    ),
+    (
+        "KDA convolutions that the kernel has",
+        [(TEXT, linear(short_conv_kernel_size=3))],
+        {},
+        "short_conv_kernel_size=3",
+    ),
+    (
+        "a bounded KDA decay",
+        [(TEXT, linear(gate_lower_bound=None))],
+        {},
+        "gate_lower_bound=None",
+    ),
+    (
         "committed KDA states in vLLM's slots",
         [("cache_config.use_replayssm", True)],
         {},
@@ -316,6 +343,7 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_KIMI_K3_AUX_ATTN_RES_STREAM", raising=False)
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
@@ -353,8 +381,33 @@ def test_another_tap_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scope.failures(deployment(("speculative_config", None))) == []
 
 
+def test_windows_with_channels_first_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    (line,) = scope.failures(deployment())
+    assert line.startswith(
+        "convolution windows with channels last: found VLLM_SSM_CONV_STATE_LAYOUT=DS"
+    )
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    assert scope.failures(deployment()) == []
+
+
+@pytest.mark.parametrize("op", ["kda_core", "kda"])
+def test_a_stock_core_serves_any_kda(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """What the rules of our kernel refuse, and say that this setting serves."""
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    asked = {"target": True, "ops": {op: "stock"}}
+    shape = linear(short_conv_kernel_size=3, gate_lower_bound=None)
+    given = deployment((TEXT, shape), settings=settings.read({"dspark_k3": asked}))
+    assert scope.failures(given) == []
+
+
 def test_every_rule_is_broken_by_some_case() -> None:
-    tried = {name for name, *_ in REFUSED} | {"drafter taps on the AttnRes prefix"}
+    tried = {name for name, *_ in REFUSED} | {
+        "drafter taps on the AttnRes prefix",
+        "convolution windows with channels last",
+    }
     assert tried == {rule.name for rule in scope.RULES}
 
 

@@ -5,6 +5,8 @@ against the reference in `test_kda_kernel`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,12 @@ from tests.verify_kernels.test_kda_kernel import (
     weights,
 )
 from verify_kernels import VerifyBatch
-from verify_kernels.kda import KdaVerifyWeights, kda_verify_snapshots
+from verify_kernels.kda import (
+    BoundSnapshots,
+    KdaVerifyWeights,
+    bind_snapshots,
+    kda_verify_snapshots,
+)
 from verify_kernels.kda.host import CLUSTERS, DIM
 
 #: Slots of three requests; the first has no place for its last row's state, the third
@@ -115,10 +122,27 @@ def test_snapshots_on_the_machine() -> None:
     check_same_as_fold(on_machine(4, 20), steps)
 
 
+def bound_on_gpu() -> SnapshotStep:
+    def step(
+        packed: Tensor,
+        w: KdaVerifyWeights,
+        state: Tensor,
+        window: Tensor,
+        slots: Tensor,
+        batch: VerifyBatch,
+        out: Tensor,
+    ) -> None:
+        launch = bind_snapshots(w, state, window)
+        launch(packed, state, window, slots, batch.row_start, batch.accepted, out)
+
+    return step
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [1, 6, 48])
 def test_snapshots_have_the_bits_of_the_fold(heads: int) -> None:
     steps = [on_gpu(c, pdl) for c in CLUSTERS for pdl in (False, True)]
+    steps.append(bound_on_gpu())
     check_same_as_fold(run_on_gpu(), steps, "cuda", heads)
 
 
@@ -148,3 +172,71 @@ def test_bad_input_is_refused(change: dict[str, Tensor], words: str) -> None:
     batch = batch_of([1, 1, 1], [3, 4, 0], [1, 1, 1])
     with pytest.raises(ValueError, match=words):
         kda_verify_snapshots(projections(3, 1, 0), weights(1), batch=batch, **arguments)
+
+
+def bound(columns: int, kernels: list[Any]) -> tuple[BoundSnapshots, dict[str, Any]]:
+    """And what it holds, by the names of the kernel's parameters."""
+    w = weights(1)
+    held: dict[str, Any] = {f.name: getattr(w, f.name) for f in fields(w)}
+    return BoundSnapshots(kernels, w, columns, True), held
+
+
+@pytest.mark.parametrize(("requests", "which"), [(1, 1), (2, 2), (5, 2)])
+def test_a_bound_launch_passes_what_the_kernel_takes(requests: int, which: int) -> None:
+    """In its order; the kernel is that of the number of requests."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from verify_kernels.kda.kernel import KdaKernel
+
+    calls: list[tuple[int, tuple[Any, ...]]] = []
+    kernels: list[Any] = [
+        lambda *given, own=own: calls.append((own, given)) for own in range(3)
+    ]
+    launch, held = bound(8, kernels)
+    given = {
+        "packed": projections(3, 1, 0),
+        "state": call()["state"],
+        "window": call()["window"],
+        "state_slots": torch.zeros(requests, 8).int(),
+        "row_start": torch.zeros(requests + 1).int(),
+        "accepted": torch.ones(requests).int(),
+        "out": torch.zeros(3, 1, DIM).bfloat16(),
+    }
+    launch(*given.values())
+    ((own, passed),) = calls
+    assert own == which
+    wanted = [(given | held)[name] for name in KdaKernel(2, False).parameters]
+    # The fold layout's four are left out before the last.
+    wanted[-1:-1] = [None] * 4
+    assert len(passed) == len(wanted) + 4
+    assert all(a is b for a, b in zip(passed, wanted, strict=False))
+    assert passed[len(wanted) :] == (held["lower_bound"], held["norm_eps"], 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(65, 8), (3, 5)],
+)
+def test_a_bound_launch_refuses_what_does_not_fit(rows: int, columns: int) -> None:
+    launch, _ = bound(4, [])
+    packed, caches = torch.zeros(rows, 768).bfloat16(), call()
+    slots, ints = torch.zeros(1, columns).int(), torch.zeros(2).int()
+    with pytest.raises(ValueError, match=r"at most 64 rows and 4 columns"):
+        launch(packed, caches["state"], caches["window"], slots, ints, ints[:1], packed)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "state is on cpu; the kernel needs a CUDA"),
+        ({"ctas": 3}, r"ctas is 3; it must be one of \(2, 4, 8\)"),
+        ({"state": torch.zeros(18, 1, DIM)}, r"state is \(18, 1, 128\) and window"),
+        ({"state": call()["state"].bfloat16()}, "state is torch.bfloat16"),
+        ({"window": call()["window"][:9]}, r"window is .*\(9, 10, 384\); it must be"),
+        ({"window": call()["window"][:, :2]}, r"at least 3 entries"),
+        ({"weights": weights(2)}, r"w_fb is .*\(256, 128\); it must be .*\(128, 128\)"),
+    ],
+)
+def test_bad_input_is_not_bound(change: dict[str, Any], words: str) -> None:
+    held = {name: call()[name] for name in ("state", "window")}
+    with pytest.raises(ValueError, match=words):
+        bind_snapshots(**{"weights": weights(1), **held, **change})

@@ -236,6 +236,42 @@ def packed_width(heads: int) -> int:
 _Argument = tuple[str, Tensor | None, torch.dtype, Sequence[int], int, int]
 
 
+def _check_all(arguments: Sequence[_Argument], device: torch.device, of: str) -> None:
+    """Raise ValueError unless all fit and are on ``device``, that of ``of``."""
+    for name, tensor, dtype, shape, opened, align in arguments:
+        if tensor is None:
+            continue
+        _check(name, tensor, dtype, shape)
+        _check_strides(name, tensor, opened, align)
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {of} on {device}; all tensors must "
+                "be on one device"
+            )
+
+
+def _weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[_Argument]:
+    """In the kernel's order."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        ("w_fb", weights.w_fb, bf16, (heads * DIM, DIM), 0, 16),
+        ("conv", weights.conv, fp32, (3 * heads * DIM, TAPS), 0, 16),
+        ("a_log", weights.a_log, fp32, (heads,), 0, 4),
+        ("dt_bias", weights.dt_bias, fp32, (heads, DIM), 0, 4),
+        ("norm", weights.norm, fp32, (DIM,), 0, 4),
+    ]
+
+
+def _cache_arguments(state: Tensor, window: Tensor) -> list[_Argument]:
+    """State and window, whose extents but the last two and the last are open."""
+    slots, heads = state.shape[:2]
+    columns = (slots, window.shape[1], 3 * heads * DIM)
+    return [
+        ("state", state, torch.float32, (slots, heads, DIM, DIM), 1, 16),
+        ("window", window, torch.bfloat16, columns, 2, 2),
+    ]
+
+
 def _launch(
     packed: Tensor,
     weights: KdaVerifyWeights,
@@ -274,35 +310,20 @@ def _launch(
         )
     bf16, fp32, int32 = torch.bfloat16, torch.float32, torch.int32
     table = (requests,) if records else (requests, *slots.shape[1:2])
-    count = state.shape[0]
     if out is None:
         out = torch.empty((rows, heads, DIM), dtype=bf16, device=packed.device)
     # In the kernel's order.
     arguments: list[_Argument] = [
         ("packed", packed, bf16, packed.shape, 1, 16),
-        ("w_fb", weights.w_fb, bf16, (heads * DIM, DIM), 0, 16),
-        ("conv", weights.conv, fp32, (width, TAPS), 0, 16),
-        ("a_log", weights.a_log, fp32, (heads,), 0, 4),
-        ("dt_bias", weights.dt_bias, fp32, (heads, DIM), 0, 4),
-        ("norm", weights.norm, fp32, (DIM,), 0, 4),
+        *_weight_arguments(weights, heads),
         ("row_start", batch.row_start, int32, (requests + 1,), 0, 4),
         ("state_slots" if records else "slots", slots, int32, table, len(table) - 1, 4),
         ("accepted", batch.accepted, int32, (requests,), 0, 4),
-        ("state", state, fp32, (count, heads, DIM, DIM), 1, 16),
-        ("window", window, bf16, (count, window.shape[1], width), 2, 2),
+        *_cache_arguments(state, window),
         *(records or [("", None, fp32, (), 0, 4)] * 4),
         ("out", out, bf16, (rows, heads, DIM), 1, 2),
     ]
-    for name, tensor, dtype, shape, opened, align in arguments:
-        if tensor is None:
-            continue
-        _check(name, tensor, dtype, shape)
-        _check_strides(name, tensor, opened, align)
-        if tensor.device != packed.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and packed on {packed.device}; all "
-                "tensors must be on one device"
-            )
+    _check_all(arguments, packed.device, "packed")
     if not rows or not requests:
         return out
     if packed.device.type != "cuda":
@@ -442,3 +463,126 @@ def kda_verify_snapshots(
         ctas,
         pdl,
     )
+
+
+class BoundSnapshots:
+    """`kda_verify_snapshots` for weights that stay and caches of one layout.
+
+    Made by `bind_snapshots`. It holds the weights' memory, so a parameter that is given
+    other memory must be bound again. The caches come with each call: their owner may
+    free them in between. May be captured in a graph.
+    """
+
+    __slots__ = ("_columns", "_kernels", "_numbers", "_pdl", "_weights")
+
+    def __init__(
+        self,
+        kernels: Sequence[Callable[..., None]],
+        weights: KdaVerifyWeights,
+        columns: int,
+        pdl: bool,
+    ) -> None:
+        """``kernels`` by the number of requests; more than all take the last one."""
+        w = weights
+        self._kernels = kernels
+        self._weights = (w.w_fb, w.conv, w.a_log, w.dt_bias, w.norm)
+        self._columns = columns
+        self._numbers = (w.lower_bound, w.norm_eps)
+        self._pdl = int(pdl)
+
+    def __call__(
+        self,
+        packed: Tensor,
+        state: Tensor,
+        window: Tensor,
+        slots: Tensor,
+        row_start: Tensor,
+        accepted: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            packed, state, window, slots, out: as of `kda_verify_snapshots`, M and B at
+                least 1; caches as those that were checked.
+            row_start, accepted: as of `verify_kernels.batch.VerifyBatch`.
+
+        Raises:
+            ValueError: more than 64 rows, or more columns of ``slots`` than 8 or than
+                the window has room for. Nothing is written then. Other dtypes and
+                extents the compiled function checks, in words of its own; that
+                ``packed`` and ``out`` have the rows that ``row_start`` names, nobody
+                does.
+        """
+        requests, columns = slots.shape
+        rows = packed.shape[0]
+        if rows > MAX_ROWS or columns > self._columns:
+            raise ValueError(
+                f"packed has {rows} rows and slots {columns} columns; at most "
+                f"{MAX_ROWS} rows and {self._columns} columns"
+            )
+        kernel = self._kernels[min(requests, len(self._kernels) - 1)]
+        kernel(
+            packed,
+            *self._weights,
+            row_start,
+            slots,
+            accepted,
+            state,
+            window,
+            None,
+            None,
+            None,
+            None,
+            out,
+            *self._numbers,
+            columns,
+            self._pdl,
+        )
+
+
+def bind_snapshots(
+    weights: KdaVerifyWeights,
+    state: Tensor,
+    window: Tensor,
+    *,
+    ctas: int | None = None,
+    pdl: bool = True,
+) -> BoundSnapshots:
+    """The snapshot launch of a layer: what stays is checked and compiled here.
+
+    Args:
+        weights, state, window, ctas, pdl: as of `kda_verify_snapshots`; on the device
+            that launches are for. The caches are checked and not held. The window has
+            W entries: a call's ``slots`` may have W - 2 columns, and 8 at most.
+
+    Raises:
+        ValueError: for a dtype, shape, stride or device that does not fit, or a cluster
+            size that is not compiled.
+    """
+    heads = state.shape[1] if state.dim() == 4 else 0
+    if not heads or window.dim() != 3:
+        raise ValueError(
+            f"state is {tuple(state.shape)} and window {tuple(window.shape)}; they "
+            f"must be [slots, H, {DIM}, {DIM}] and [slots, W, 3 H {DIM}]"
+        )
+    if ctas not in (None, *CLUSTERS):
+        raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
+    arguments = _cache_arguments(state, window) + _weight_arguments(weights, heads)
+    _check_all(arguments, state.device, "state")
+    columns = min(MAX_WIDTH, window.shape[1] - (TAPS - 2))
+    if columns < 1:
+        raise ValueError(
+            f"window is {tuple(window.shape)}; it must have at least {TAPS - 1} entries"
+        )
+    device = state.device
+    if device.type != "cuda":
+        raise ValueError(
+            f"state is on {device}; the kernel needs a CUDA device: move the tensors "
+            "there or use verify_kernels.kda.snapshot"
+        )
+    kernels = [
+        _compiled(device.index, ctas or cluster_size(requests, heads), False)
+        for requests in range(MAX_ROWS + 1)
+    ]
+    return BoundSnapshots(kernels, weights, columns, pdl)
