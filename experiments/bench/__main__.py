@@ -17,6 +17,8 @@ from experiments.bench import (
     attention_residual,
     bandwidth,
     gemm,
+    kda,
+    kda_peers,
     moe_front,
     peers,
     record,
@@ -97,11 +99,17 @@ def _prefetches(options: argparse.Namespace, settings: Settings) -> list[Bench]:
     return [weight_prefetch.PrefetchBench(shape, settings) for shape in shapes]
 
 
+def _kdas(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    shapes = kda.shapes(_sizes(options), settings.rows)
+    return [kda.KdaBench(shape, settings) for shape in shapes]
+
+
 _MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
     gemm.OP: _gemms,
     moe_front.OP: _fronts,
     attention_residual.OP: _residuals,
     weight_prefetch.OP: _prefetches,
+    kda.OP: _kdas,
 }
 OPS = tuple(_MAKERS)
 
@@ -212,6 +220,8 @@ def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
         if not torch.cuda.is_available():
             raise ValueError("device: the bench times kernels and needs a CUDA GPU")
         peers.preload()
+        if kda.OP in options.ops:
+            kda_peers.preload()
         settings = Settings(
             CudaTimer(options.rounds),
             torch.device("cuda"),

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -222,18 +222,22 @@ class _WithoutPdl:
         return False
 
 
+@contextmanager
+def without_pdl(module: Any) -> Iterator[None]:
+    """A vLLM module that asks its platform for programmatic launch is told no."""
+    with _replaced(module, "current_platform", _WithoutPdl(module.current_platform)):
+        yield
+
+
 def attn_res(num_blocks: int, modes: tuple[Mode, ...] = MODES) -> Offer:
     """vLLM's AttnRes kernel; it updates the prefix in place, as ours does."""
     module: Any = load(f"{_K3}.nvidia.ops.attn_res")
     if isinstance(module, str):
         return Offer(missing={VLLM: module})
-    platform = module.current_platform
 
     def runner(mode: Mode) -> Callable[..., Tensor]:
-        seen = platform if mode == "pdl" else _WithoutPdl(platform)
-
         def run(inputs: Inputs, out: Tensor) -> Tensor:
-            with _replaced(module, "current_platform", seen):
+            with without_pdl(module) if mode == "plain" else nullcontext():
                 return module.attn_res(*inputs, num_blocks, -1, _EPS, _EPS)
 
         return run

@@ -16,7 +16,9 @@ from experiments.bench.candidate import OURS, Point, spell
 from experiments.bench.report import share
 from experiments.bench.timing import floor_us
 
-_PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels", "vllm")
+_PACKAGES = (
+    "torch", "triton", "nvidia-cutlass-dsl", "quack-kernels", "vllm", "fla-core",
+)  # fmt: skip
 _QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
 
 

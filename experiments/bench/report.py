@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.bench import attention_residual, weight_prefetch
+from experiments.bench import attention_residual, kda, kda_targets, weight_prefetch
 from experiments.bench.candidate import CUBLAS, OURS, Key, Mode, Point, spell
 from experiments.bench.timing import floor_us
 
@@ -70,10 +70,13 @@ def verdicts(point: Point) -> Verdicts:
     ``peer_plain`` and ``peer_pdl``, not slower than the best peer by more than 3 %;
     ``cublas``, M >= 16, each launch mode at least as fast as cuBLAS. attn_res: at least
     twice as fast as the best peer in the same mode, M <= 8. moe_front: as skinny_gemm,
-    our separate launches being one of the peers. prefetch: none.
+    our separate launches being one of the peers. kda: as `kda_targets.TARGETS`.
+    prefetch: none.
     """
     if point.op == weight_prefetch.OP:
         return {}
+    if point.op == kda.OP:
+        return kda_targets.verdicts(point)
     if point.op == attention_residual.OP:
         if point.rows > DECODE_ROWS:
             return {"peer_plain": None, "peer_pdl": None}
@@ -113,14 +116,13 @@ def _peer(point: Point, mode: Mode) -> str:
 def _row(point: Point) -> list[str]:
     judged = verdicts(point)
     reached = share(point, "pdl") or share(point, "plain")
-    size = (
-        f"{point.shape['width']}"
-        if point.op == attention_residual.OP
-        else f"{point.shape['n']}x{point.shape['k']}"
-    )
+    size = {
+        attention_residual.OP: "{width}",
+        kda.OP: "{requests}x{width}",
+    }.get(point.op, "{n}x{k}")
     return [
         point.label,
-        size,
+        size.format(**point.shape),
         f"{point.bytes / 1e6:.1f}",
         str(point.rows),
         _us(point, (OURS, "plain")),
@@ -175,4 +177,6 @@ def remarks(points: Sequence[Point]) -> str:
         f"{name}: {reached} of {reached + missed} points reach it"
         for name, (reached, missed) in counts.items()
     ]
+    ours = [point for point in points if point.op == kda.OP]
+    lines += [*kda_targets.summaries(ours), *kda_targets.lines(ours)]
     return "\n".join(lines)
