@@ -501,7 +501,7 @@ def change(part: str, **values: Tensor) -> Callable[[dict[str, object]], None]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda c: c.update(ctas=1), r"ctas is 1; it must be one of \(2, 4, 8\)"),
+        (lambda c: c.update(ctas=3), r"ctas is 3; it must be one of \(1, 2, 4, 8\)"),
         (
             lambda c: c.update(packed=torch.zeros(3, 640)),
             r"packed is \(3, 640\) .* P at least 641 for 1 heads",

@@ -228,7 +228,7 @@ def test_a_bound_launch_refuses_what_does_not_fit(rows: int, columns: int) -> No
     ("change", "words"),
     [
         ({}, "state is on cpu; the kernel needs a CUDA"),
-        ({"ctas": 3}, r"ctas is 3; it must be one of \(2, 4, 8\)"),
+        ({"ctas": 3}, r"ctas is 3; it must be one of \(1, 2, 4, 8\)"),
         ({"state": torch.zeros(18, 1, DIM)}, r"state is \(18, 1, 128\) and window"),
         ({"state": call()["state"].bfloat16()}, "state is torch.bfloat16"),
         ({"window": call()["window"][:9]}, r"window is .*\(9, 10, 384\); it must be"),

@@ -53,6 +53,7 @@ class Variant:
         arguments: makes the fake tensors and stream it is compiled with.
         max_registers: budget per thread.
         max_shared_bytes: budget of dynamic shared memory per CTA.
+        options: more options of ``cute.compile``.
     """
 
     op: str
@@ -61,6 +62,7 @@ class Variant:
     arguments: Callable[[], Sequence[Any]]
     max_registers: int = 255
     max_shared_bytes: int = 227 * 1024
+    options: str = ""
 
     def compile(self, arch: str, dump: Path | None = None) -> Any:
         """The tvm-ffi callable for ``arch``; with ``dump`` its PTX and cubin are kept.
@@ -70,7 +72,7 @@ class Variant:
         """
         import cutlass.cute as cute
 
-        options = f"--enable-tvm-ffi --gpu-arch {arch}"
+        options = f"--enable-tvm-ffi --gpu-arch {arch} {self.options}"
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)
             options += f" --keep-ptx --keep-cubin --dump-dir {dump}"

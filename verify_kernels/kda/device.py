@@ -45,12 +45,6 @@ def over_lanes(value):
 
 
 def sums_of_channels(values, part):
-    """Sums over 16 lanes of one, two, four or eight values; a lane gets one of them.
-
-    At a step a lane passes half of its values to a partner and takes the partner's part
-    of the other half, until it has one, which it then adds up with the rest. Value r of
-    n comes to the lanes from 16 r / n on. Each sum has the same bits whatever n is.
-    """
     offset = 8
     while len(values) > 1:
         half = len(values) // 2

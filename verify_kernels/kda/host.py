@@ -21,9 +21,14 @@ TAPS = 4
 WINDOW = TAPS - 1 + MAX_WIDTH
 #: CTAs of a cluster that are compiled; no bit depends on it.
 CLUSTERS = (1, 2, 4, 8)
-#: 512 threads fit an SM, whatever the cluster.
+#: CTAs up to which a step's heads are spread: about one on each SM.
+SPREAD = 160
+#: Two CTAs of 256 threads fit an SM.
 MAX_REGISTERS = 128
 MAX_SHARED_BYTES = 113 * 1024
+#: At -O3 ptxas gives registers away for overlap and then spills the state: 8 to 104
+#: bytes a thread of a whole head at 128 registers; at -O2 it needs 111 and spills none.
+OPTIONS = "--ptxas-options -O2"
 
 
 @dataclass(frozen=True)
@@ -116,14 +121,13 @@ def variant_name(ctas: int, fold: bool) -> str:
 def cluster_size(requests: int, heads: int) -> int:
     """CTAs of a cluster for a step of ``requests`` requests, padding included.
 
-    Few heads are spread over more SMs and threads. From the heads that an H200 holds at
-    once, with 512 of these threads an SM: about 60, 120 and 132 in clusters of 8, 4
-    and 2. Not measured.
+    Few heads are spread over more SMs. No bit depends on it.
     """
     pairs = requests * heads
-    if pairs <= 33:
-        return 8
-    return 4 if pairs <= 120 else 2
+    for ctas in (8, 4, 2):
+        if pairs * ctas <= SPREAD:
+            return ctas
+    return 1
 
 
 def _arguments(fold: bool) -> Sequence[Any]:
@@ -154,17 +158,17 @@ def _arguments(fold: bool) -> Sequence[Any]:
         fake(fp32, (cute.sym_int(), TAPS), 0, 16),
         fake(fp32, (heads,), 0, 4),
         fake(fp32, (heads, DIM), 0, 4),
-        fake(fp32, (DIM,), 0, 4),
+        fake(fp32, (DIM,), 0, 16),
         integers(cute.sym_int()),
         integers(requests)
         if fold
         else fake(cutlass.Int32, (requests, cute.sym_int()), 1, 4),
         integers(requests),
         fake(fp32, (slots, heads, DIM, DIM), 1, 16),
-        fake(bf16, (cute.sym_int(), cute.sym_int(), cute.sym_int()), 2, 2),
+        fake(bf16, (cute.sym_int(), cute.sym_int(), cute.sym_int()), 2, 16),
         *([records() for _ in range(3)] if fold else [None] * 3),
         fake(cutlass.Int32, (slots, heads, 2), 1, 4) if fold else None,
-        fake(bf16, (cute.sym_int(), heads, DIM), 1, 2),
+        fake(bf16, (cute.sym_int(), heads, DIM), 1, 8),
         cutlass.Float32(0.0),
         cutlass.Float32(0.0),
         cutlass.Int32(0),
@@ -185,6 +189,7 @@ def variants() -> list[Variant]:
             arguments=functools.partial(_arguments, fold),
             max_registers=MAX_REGISTERS,
             max_shared_bytes=MAX_SHARED_BYTES,
+            options=OPTIONS,
         )
         for fold in (True, False)
         for ctas in CLUSTERS
@@ -258,7 +263,7 @@ def _weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[_Argument]:
         ("conv", weights.conv, fp32, (3 * heads * DIM, TAPS), 0, 16),
         ("a_log", weights.a_log, fp32, (heads,), 0, 4),
         ("dt_bias", weights.dt_bias, fp32, (heads, DIM), 0, 4),
-        ("norm", weights.norm, fp32, (DIM,), 0, 4),
+        ("norm", weights.norm, fp32, (DIM,), 0, 16),
     ]
 
 
@@ -268,7 +273,7 @@ def _cache_arguments(state: Tensor, window: Tensor) -> list[_Argument]:
     columns = (slots, window.shape[1], 3 * heads * DIM)
     return [
         ("state", state, torch.float32, (slots, heads, DIM, DIM), 1, 16),
-        ("window", window, torch.bfloat16, columns, 2, 2),
+        ("window", window, torch.bfloat16, columns, 2, 16),
     ]
 
 
@@ -321,7 +326,7 @@ def _launch(
         ("accepted", batch.accepted, int32, (requests,), 0, 4),
         *_cache_arguments(state, window),
         *(records or [("", None, fp32, (), 0, 4)] * 4),
-        ("out", out, bf16, (rows, heads, DIM), 1, 2),
+        ("out", out, bf16, (rows, heads, DIM), 1, 8),
     ]
     _check_all(arguments, packed.device, "packed")
     if not rows or not requests:
@@ -372,9 +377,9 @@ def kda_verify(
         weights: static, read before earlier kernels end.
         cache: updated in place.
         batch: on the device; ``history`` and ``block_table`` are not read.
-        out: bf16 [M, H, 128], or None to allocate it; rows at any stride. It may not
-            share memory with another argument. An allocated one is not cleared.
-        ctas: CTAs of a cluster, 2, 4 or 8; None asks `cluster_size`.
+        out: bf16 [M, H, 128], or None to allocate it; rows at multiples of 8 bytes. It
+            may not share memory with another argument. An allocated one is not cleared.
+        ctas: CTAs of a cluster, 1, 2, 4 or 8; None asks `cluster_size`.
         pdl: launch without waiting for earlier kernels to end; the kernel waits itself.
 
     Returns:
@@ -433,9 +438,10 @@ def kda_verify_snapshots(
 
     Args:
         packed, weights, out, ctas, pdl: as of `kda_verify`.
-        state: fp32 [N, H, 128, 128], V before K; slots at any stride.
+        state: fp32 [N, H, 128, 128], V before K; slots at multiples of 16
+            bytes.
         window: bf16 [N, W, 3 H 128], W at least S + 2: projections of q, k and v
-            before the convolution; slots and entries at any stride.
+            before the convolution; slots and entries at multiples of 16 bytes.
         slots: int32 [B, S], S = 1 .. 8, rows at any stride. A request may have at most
             S rows. No slot may be in it twice but for those <= 0.
         batch: on the device; ``state_slots`` is not read, ``slots`` are instead.
