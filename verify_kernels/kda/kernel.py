@@ -54,7 +54,6 @@ from verify_kernels.kda.parts import (
     QUAD,
     QUADS,
     QUERY,
-    ROWS_FULL,
     SIXTEEN,
     SQUARES_FULL,
     STATE_FULL,
@@ -190,7 +189,7 @@ class KdaKernel(KdaParts):
         heads = a_log.shape[0]
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
         if thread == 0:
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(3):
                 cute.arch.mbarrier_init(self.barrier(base + 8 * i), 1)
             cute.arch.mbarrier_init_fence()
             size = 4 * TAPS * DIM
@@ -219,30 +218,25 @@ class KdaKernel(KdaParts):
 
         begin = row_start[request]
         width = cutlass.min(row_start[request + 1] - begin, Int32(MAX_WIDTH))
+        told = accepted[request]
         if const_expr(self.fold):
             slot = state_slots[request]
         else:
-            slot = state_slots[request, 0]
+            last = slots_of_request - 1
+            snapshot = state_slots[request, cutlass.min(lane % MAX_WIDTH, last)]
+            slot = cute.arch.shuffle_sync(snapshot, 0)
         if (slot > 0) & (width > 0):
-            # Of eight lanes; those of rows that do not exist do as the last row's.
-            row = cutlass.min(lane % MAX_WIDTH, width - 1)
-            told = accepted[request]
-            source = slot
-            #: Rows to fold, and the first of the three past taps in the window.
+            #: The first of the three past taps in the window; rows to fold, if there
+            #: are so many.
             if const_expr(self.fold):
-                waiting = cutlass.min(
-                    cutlass.max(told, Int32(0)), counts[slot, head, 0]
-                )
-                oldest = waiting
+                source = slot
+                oldest = cutlass.min(cutlass.max(told, Int32(0)), Int32(MAX_WIDTH))
             else:
-                taken = cutlass.min(cutlass.max(told, Int32(1)), slots_of_request)
+                oldest = cutlass.min(cutlass.max(told, Int32(1)) - 1, last)
                 # Even a wrong count reads a slot that is there.
-                source = cutlass.max(state_slots[request, taken - 1], Int32(0))
-                waiting = Int32(0)
-                oldest = taken - 1
+                source = cutlass.max(cute.arch.shuffle_sync(snapshot, oldest), Int32(0))
             pitch = Int64(2) * packed.stride[0]
             packed_at = packed.iterator.toint() + pitch * begin
-            own_at = packed_at + pitch * row
             window_pitch = Int64(2) * window.stride[1]
             window_at = window.iterator.toint() + Int64(2) * window.stride[0] * slot
             window_at = window_at + Int64(LINE_BYTES) * head
@@ -251,62 +245,78 @@ class KdaKernel(KdaParts):
                 head * DIM + rank * self.channels
             )
             kind_bytes = Int64(LINE_BYTES) * heads
+            if thread == 32:
+                size = self.channels * VECTOR_BYTES
+                from_at = within + state_pitch * source
+                ptx.bulk_load(base + self.state_at, from_at, size, base + STATE_FULL)
 
-            if thread == 0:
-                size = MAX_WIDTH * LINE_BYTES + (TAPS - 1) * ENTRY_BYTES
-                self.expect(base + ROWS_FULL, size + ENTRY_BYTES * width)
-                size = self.channels * VECTOR_BYTES + LINE_BYTES * width
-                self.expect(base + STATE_FULL, size + 3 * VECTOR_BYTES * waiting)
-                if const_expr(self.ctas > 1):
-                    self.expect(base + SQUARES_FULL, 4 * QUADS * width)
-            if (warp == 0) & (lane < MAX_WIDTH):
-                place = base + self.f_at + LINE_BYTES * lane
-                full = base + ROWS_FULL
-                ptx.bulk_load(place, own_at + 4 * kind_bytes, LINE_BYTES, full)
-                if lane < width:
-                    line_at = own_at + Int64(LINE_BYTES) * head
-                    place = base + self.lines_at + ENTRY_BYTES * (TAPS - 1 + lane)
-                    for kind in cutlass.range_constexpr(3):
-                        from_at = line_at + kind_bytes * kind
-                        ptx.bulk_load(
-                            place + LINE_BYTES * kind, from_at, LINE_BYTES, full
-                        )
-                    place = base + self.gates_at + LINE_BYTES * lane
-                    full = base + STATE_FULL
-                    ptx.bulk_load(place, line_at + 3 * kind_bytes, LINE_BYTES, full)
-            if warp == 1:
-                if lane < 3 * (TAPS - 1):
-                    from_at = window_at + window_pitch * (oldest + lane // 3)
-                    from_at = from_at + kind_bytes * (lane % 3)
-                    place = base + self.lines_at + LINE_BYTES * lane
-                    ptx.bulk_load(place, from_at, LINE_BYTES, base + ROWS_FULL)
-                full = base + STATE_FULL
-                if lane == 16:
-                    size = self.channels * VECTOR_BYTES
-                    from_at = within + state_pitch * source
-                    ptx.bulk_load(base + self.state_at, from_at, size, full)
-                if const_expr(self.fold):  # noqa: SIM102
-                    if (lane > 16) & (lane < 20) & (waiting > 0):
-                        from_at = self.slot_of(u, slot)
-                        if lane == 18:
-                            from_at = self.slot_of(key, slot)
-                        if lane == 19:
-                            from_at = self.slot_of(decay, slot)
-                        place = (
-                            base + self.vectors_at + KIND_BYTES * (OLD_U - 17 + lane)
-                        )
-                        size = VECTOR_BYTES * waiting
-                        from_at = from_at + KIND_BYTES * Int64(head)
-                        ptx.bulk_load(place, from_at, size, full)
+            # Sixteen threads a line of 256 bytes. Bulk copies would be issued one after
+            # the other, 40 of them for 8 rows.
+            group = thread // 16
+            chunk = 16 * (thread % 16)
+            line_at = packed_at + Int64(LINE_BYTES) * head + kind_bytes * (group % 4)
+            rows = []
+            for i in cutlass.range_constexpr(2):
+                row = group // 4 + 4 * i
+                live = Int32(row < width)
+                row_at = line_at + pitch * row + chunk
+                rows.append((row, live, ptx.load_global_128_if(row_at, live)))
+            row = cutlass.min(group, width - 1)
+            live_f = Int32(group < MAX_WIDTH)
+            line_at = packed_at + pitch * row + 4 * kind_bytes + chunk
+            f_words = ptx.load_global_128_if(line_at, live_f)
+            tap = (group * 11) >> 5
+            live_tap = Int32(group < 3 * (TAPS - 1))
+            tap_at = window_at + kind_bytes * (group - 3 * tap) + chunk
+            tap_words = ptx.load_global_128_if(
+                tap_at + window_pitch * (oldest + tap), live_tap
+            )
             if (warp == 2) & (lane < MAX_WIDTH):
+                row = cutlass.min(lane, width - 1)
+                own_at = packed_at + pitch * row
                 beta = self.bf16_at(own_at + 4 * kind_bytes + LINE_BYTES, head)
                 ptx.store_shared_f32(base + self.betas_at + 4 * lane, sigmoid(beta))
                 if const_expr(not self.fold):
                     targets = self.shared(base + self.targets_at + 4 * lane, Int32, 1)
-                    targets[0] = state_slots[request, row]
+                    targets[0] = snapshot
+
+            waiting = Int32(0)
+            if const_expr(self.fold):
+                recorded = counts[slot, head, 0]
+                waiting = cutlass.min(oldest, recorded)
+                # More were told accepted than there were rows.
+                if waiting < oldest:
+                    tap_words = ptx.load_global_128_if(
+                        tap_at + window_pitch * (waiting + tap), live_tap
+                    )
+                if (warp == 1) & (lane < 3) & (waiting > 0):
+                    from_at = self.slot_of(u, slot)
+                    if lane == 1:
+                        from_at = self.slot_of(key, slot)
+                    if lane == 2:
+                        from_at = self.slot_of(decay, slot)
+                    from_at = from_at + KIND_BYTES * Int64(head)
+                    place = base + self.vectors_at + KIND_BYTES * (OLD_U + lane)
+                    size = VECTOR_BYTES * waiting
+                    ptx.bulk_load(place, from_at, size, base + STATE_FULL)
+            if thread == 0:
+                size = self.channels * VECTOR_BYTES
+                self.expect(base + STATE_FULL, size + 3 * VECTOR_BYTES * waiting)
+                if const_expr(self.ctas > 1):
+                    self.expect(base + SQUARES_FULL, 4 * QUADS * width)
+            for row, live, line_words in rows:
+                at = ENTRY_BYTES * (TAPS - 1 + row) + LINE_BYTES * (group % 4)
+                place = base + self.lines_at + at
+                if group % 4 == 3:
+                    place = base + self.gates_at + LINE_BYTES * row
+                ptx.store_shared_128_if(place + chunk, live, line_words)
+            place = base + self.f_at + LINE_BYTES * group + chunk
+            ptx.store_shared_128_if(place, live_f, f_words)
+            place = base + self.lines_at + LINE_BYTES * group + chunk
+            ptx.store_shared_128_if(place, live_tap, tap_words)
+            cute.arch.sync_threads()
 
             cute.arch.mbarrier_wait(self.barrier(base + TAPS_FULL), 0)
-            cute.arch.mbarrier_wait(self.barrier(base + ROWS_FULL), 0)
             for task in cutlass.range(warp, 3 * width, WARPS, unroll=1):
                 self.vector(base, task, width, lane)
             self.decays(base, filter_row, words, bias, rate, lower_bound, lane)

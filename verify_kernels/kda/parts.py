@@ -43,8 +43,8 @@ KIND_BYTES = MAX_WIDTH * VECTOR_BYTES
 LINE_BYTES = 2 * DIM
 ENTRY_BYTES = 3 * LINE_BYTES
 SQUARES_BYTES = 4 * QUADS
-#: Barriers: taps of the convolution; rows; state; squares.
-TAPS_FULL, ROWS_FULL, STATE_FULL, SQUARES_FULL = (8 * i for i in range(4))
+#: Barriers: taps of the convolution; state and rows that wait; squares.
+TAPS_FULL, STATE_FULL, SQUARES_FULL = (8 * i for i in range(3))
 
 
 class KdaParts:
