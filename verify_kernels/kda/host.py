@@ -21,8 +21,8 @@ TAPS = 4
 WINDOW = TAPS - 1 + MAX_WIDTH
 #: CTAs of a cluster that are compiled; no bit depends on it.
 CLUSTERS = (1, 2, 4, 8)
-#: CTAs up to which a step's heads are spread: about one on each SM.
-SPREAD = 160
+#: CTAs up to which the heads of a step are spread (best of four, H200, 2026-11-30).
+SPREAD = 64
 #: Two CTAs of 256 threads fit an SM.
 MAX_REGISTERS = 128
 MAX_SHARED_BYTES = 113 * 1024
