@@ -4,8 +4,9 @@
 ``python -m experiments.layer_trace --layers 8 --tp 16 [--k 7] [--batch 1]
 [--target stock,ours] [--out FILE.jsonl]`` runs a K3 cut in depth in vLLM, each target
 in a process of its own, traces decode or verify steps and prints for each kind of layer
-(dense: KDA with the dense MLP; kda, mla: with MoE) the kernels, the GPU time and the
-names, and the step in all. ``experiments.gpu_engine.segment`` says how a trace is cut.
+(dense: KDA with the dense MLP; kda, mla: with MoE) the kernels, the GPU time and what
+each kernel adds to it, and the step in all. ``experiments.gpu_engine.segment`` says how
+a trace is cut.
 Exit code 1 if an engine or a trace failed.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 from experiments.gpu_engine import fleet, lines
 from experiments.gpu_engine.segment import (
     LayerTime,
+    Share,
     Step,
     busy_us,
     by_name,
@@ -73,12 +75,14 @@ def describe(
     return "\n".join(found)
 
 
-def _named(names: Mapping[str, tuple[float, float]], most: int) -> list[str]:
+def _named(names: Mapping[str, Share], most: int) -> list[str]:
+    head = f"    {'adds µs':>8} {'long µs':>8} {'times':>6}"
     listed = list(names.items())[:most]
-    return [
-        f"    {us:8.2f} µs {count:6.2f} x  {name[:_WIDTH]}"
-        for name, (count, us) in listed
+    rows = [
+        f"    {of.added_us:8.2f} {of.us:8.2f} {of.launches:6.2f}  {name[:_WIDTH]}"
+        for name, of in listed
     ]
+    return [head, *rows] if rows else []
 
 
 def _uncut(path: str | None, most: int) -> str:

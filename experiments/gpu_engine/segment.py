@@ -12,6 +12,11 @@ Times of a layer, in microseconds:
 * busy: the union of its kernels' intervals. A kernel that starts early as a
   programmatic dependent counts from that start, so layers may share time: spans add up
   exactly, busy times need not.
+
+Of a kernel, its duration and what it adds: the time from the latest end of the kernels
+that started before it to its own. A programmatic dependent that waits for most of its
+duration adds little, and so does what runs beside something longer. What the kernels of
+a layer add is its length, gaps included.
 """
 
 from __future__ import annotations
@@ -20,10 +25,10 @@ import itertools
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SPIN = re.compile(r"spin_kernel")
 MIX = re.compile(r"_attn_res_kernel|AttnResKernel")
@@ -65,12 +70,20 @@ class Step:
         return self.after[0].end - self.layers[0][0].start
 
 
+class Share(NamedTuple):
+    """A kernel's launches, duration and what it adds, in microseconds, a layer."""
+
+    launches: float
+    us: float
+    added_us: float
+
+
 @dataclass(frozen=True)
 class LayerTime:
     """A kind of layer: medians over layers and steps, microseconds.
 
     ``kernels`` counts kernels without copies and fills; ``names`` gives each kernel's
-    launches a layer and microseconds a layer, most expensive first.
+    share of a layer, the one that adds most first.
     """
 
     layers: int
@@ -78,7 +91,7 @@ class LayerTime:
     busy_us: float
     kernels: float
     copies: float
-    names: dict[str, tuple[float, float]]
+    names: dict[str, Share]
 
 
 def read_trace(path: Path) -> list[Kernel]:
@@ -189,18 +202,26 @@ def layer_times(steps: Sequence[Step], kinds: Sequence[str]) -> dict[str, LayerT
     return found
 
 
-def by_name(groups: Sequence[Sequence[Kernel]]) -> dict[str, tuple[float, float]]:
-    """Launches and microseconds a group of each kernel, most expensive first."""
-    count: Counter[str] = Counter()
-    time: Counter[str] = Counter()
+def by_name(groups: Sequence[Sequence[Kernel]]) -> dict[str, Share]:
+    """The share of each kernel in a group (kernels in order of their start), the one
+    that adds most first."""
+    shares: dict[str, Share] = {}
     for group in groups:
+        reach = group[0].start if group else 0.0
         for kernel in group:
-            count[kernel.name] += 1
-            time[kernel.name] += kernel.end - kernel.start  # type: ignore[assignment]
-    return {
-        name: (count[name] / len(groups), us / len(groups))
-        for name, us in time.most_common()
+            added = max(0.0, kernel.end - reach)
+            reach = max(reach, kernel.end)
+            of = shares.get(kernel.name, Share(0.0, 0.0, 0.0))
+            shares[kernel.name] = Share(
+                of.launches + 1,
+                of.us + kernel.end - kernel.start,
+                of.added_us + added,
+            )
+    mean = {
+        name: Share(*(value / len(groups) for value in share))
+        for name, share in shares.items()
     }
+    return dict(sorted(mean.items(), key=lambda item: -item[1].added_us))
 
 
 def depth_us(

@@ -39,8 +39,7 @@ def test_spans_busy_time_and_kernels_by_kind(tmp_path: Path, mix: str) -> None:
         assert time.busy_us == pytest.approx(fake_gpu.SPANS[kind])
         assert time.kernels == 2 + len(attention) + len(mlp)
         assert time.copies == 0
-        count, us = time.names[mix]
-        assert (count, us) == (2, pytest.approx(2 * mixing))
+        assert time.names[mix] == (2, *[pytest.approx(2 * mixing)] * 2)
     assert next(iter(times["kda"].names)) == "kda_attention_0"
     spans = sum(fake_gpu.SPANS[kind] for kind in KINDS)
     assert steps[0].forward_span == pytest.approx(spans + 2)
@@ -64,6 +63,15 @@ def test_a_kernel_that_starts_early_keeps_spans_exact() -> None:
     assert step.layer_span(0) == 11.5
     time = segment.layer_times([step], ["dense"])["dense"]
     assert time.busy_us == 2 + (13 - 3)
+    assert time.names == {"a": (1, 5, 6), mix: (2, 4, 3), "b": (1, 4, 4)}
+    assert list(time.names) == ["a", "b", mix]
+
+
+def test_what_runs_beside_something_longer_adds_nothing() -> None:
+    kernels = [Kernel("a", 0, 10), Kernel("b", 2, 6, stream=9), Kernel("c", 8, 15)]
+    shares = segment.by_name([kernels, kernels])
+    assert shares == {"a": (1, 10, 10), "c": (1, 7, 5), "b": (1, 4, 0)}
+    assert sum(share.added_us for share in shares.values()) == 15
 
 
 def test_copies_are_counted_apart(tmp_path: Path) -> None:
