@@ -98,3 +98,42 @@ def test_tiny_k3_table_is_the_recorded_run() -> None:
         f"it is {stdlib:.2f} on standard-library text and {generated:.2f} on "
         "generated text"
     ) in README
+
+
+def test_step_table_is_the_recorded_run() -> None:
+    """GPU times of steps and layers, stock beside ours, from one run."""
+    lines = results.read(ROOT / "experiments" / "results" / "h200" / "k3_tp16.jsonl")
+    assert len({(line["commit"], line["command"]) for line in lines}) == 1
+    values = {}
+    for line in lines:
+        shape = line["shape"]
+        at = (shape.get("kind"), shape["k"], shape["batch"])
+        values[line["metric"], *at, line["variant"]] = line
+    assert all(all(line["gates"].values()) for line in lines)
+
+    def us(metric: str, kind: str | None, at: tuple[int, int], digits: int) -> str:
+        found = [values[metric, kind, *at, side] for side in ("stock", "ours")]
+        return " | ".join(f"{line['value']:.{digits}f} µs" for line in found)
+
+    for k, batch in ((0, 1), (0, 8), (7, 1), (7, 8)):
+        at = (k, batch)
+        cells = [
+            f"{k} | {batch} | {batch * (k + 1)}",
+            us("step_gpu_us", None, at, 0),
+            us("layer_gpu_us", "kda", at, 1),
+            us("layer_gpu_us", "mla", at, 1),
+        ]
+        assert f"| {' | '.join(cells)} |" in README
+    shares = results.read(ROOT / "experiments" / "results" / "h200" / "k3_tp1.jsonl")
+    steps = {
+        (x["shape"]["k"], x["shape"]["batch"], x["variant"]): x["value"]
+        for x in shares
+        if x["metric"] == "step_gpu_us"
+    }
+    ratios = [
+        f"{steps[k, b, 'ours'] / steps[k, b, 'stock']:.2f}"
+        for k in (0, 7)
+        for b in (1, 8)
+    ]
+    said = f"{', '.join(ratios[:3])} and {ratios[3]}"
+    assert f"takes\n{said} times as long as stock's" in README
