@@ -136,9 +136,9 @@ def separate_dummy_context(
     has the blocks 1 + g n .. (g + 1) n, n the G-th part of all but the null block.
 
     The context is cut to what these blocks hold without two requests sharing one, and
-    so that a request's drafts after this step still fit ``max_model_len``: in a cache
-    of 39 blocks and a model of 332 tokens the assertion came all the same (H200,
-    2026-11-30). A step for which nothing is left runs without context.
+    so that a request's drafts after this step still fit ``max_model_len``; a step for
+    which nothing is left runs without context. Not mended by that: a cache of 39 blocks
+    (`docs/notes/vllm_033.md`).
     """
     tables = input_block_tables or block_tables.input_block_tables
     share = (num_kv_blocks - 1) // max(len(tables), 1)
