@@ -15,6 +15,7 @@ verification keeps vLLM's own.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -26,6 +27,8 @@ from vllm.v1.worker.gpu import cudagraph_utils, input_batch
 from dspark_k3 import settings
 from dspark_k3.seams import UnsupportedEngine
 from verify_kernels.batch import MAX_ROWS
+
+logger = logging.getLogger("vllm.dspark_k3")
 
 _ARGUMENTS = (
     "self",
@@ -70,15 +73,30 @@ class RaggedGraphManager(cudagraph_utils.ModelCudaGraphManager):
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
-        wanted = (
+        asked = (
             settings.read(self.vllm_config.additional_config).target
-            and not self.varlen_decode
             and self.decode_query_len > 1
-            and self.cudagraph_mode.separate_routine()
             and self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         )
-        if wanted:
+        if not asked:
+            return
+        if not self.varlen_decode and self.cudagraph_mode.separate_routine():
             self._add_ragged()
+        bare = uncovered_rows(
+            self.compilation_config.cudagraph_capture_sizes,
+            self.max_num_reqs,
+            self.decode_query_len,
+            adaptive=self.varlen_decode,
+        )
+        if bare:
+            logger.warning(
+                "dspark-k3: decode steps of %d to %d rows whose requests differ in "
+                "drafts have no CUDA graph and run eagerly; add %d to "
+                "cudagraph_capture_sizes",
+                bare[0],
+                bare[-1],
+                bare[-1],
+            )
 
     def _add_ragged(self) -> None:
         most = self.max_num_reqs * self.decode_query_len

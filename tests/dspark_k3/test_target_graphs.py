@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -372,3 +373,26 @@ def test_capture_is_under_way_only_while_it_lasts(
         made.capture("model")
     assert seen == [True]
     assert not graphs.capture_under_way()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"sizes": [1, 2, 4, 8]}, "of 9 to 64 rows"),
+        ({"max_num_seqs": 3, "width": 5, "adaptive": True}, "of 9 to 15 rows"),
+        ({}, ""),
+        ({"sizes": [1, 2, 4, 8], "asked": {}}, ""),
+        ({"sizes": [1, 2, 4, 8], "mode": "NONE"}, ""),
+    ],
+)
+def test_decode_steps_without_a_graph_are_said_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    keywords: dict[str, Any],
+    said: str,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    manager(monkeypatch, **keywords)
+    warned = [x.getMessage() for x in caplog.records if "no CUDA graph" in x.msg]
+    assert len(warned) == bool(said)
+    assert all(said in text and "cudagraph_capture_sizes" in text for text in warned)
