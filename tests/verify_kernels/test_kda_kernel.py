@@ -474,12 +474,16 @@ def test_start_forgets_the_rows_that_wait() -> None:
     assert cache.counts[:, 0].tolist() == [[5, 5], [0, 5], [5, 5], [0, 5]]
 
 
+@pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("requests", [1, 8, 64])
 @pytest.mark.parametrize("heads", [6, 12, 24, 48, 96])
-def test_a_cluster_size_that_is_compiled_is_chosen(heads: int, requests: int) -> None:
-    """And no more CTAs for more work than for less."""
-    assert cluster_size(requests, heads) in CLUSTERS
-    assert cluster_size(requests + 1, heads) <= cluster_size(requests, heads)
+def test_a_cluster_size_that_is_compiled_is_chosen(
+    heads: int, requests: int, fold: bool
+) -> None:
+    """And no wider clusters for more work than for less."""
+    chosen = cluster_size(requests, heads, fold)
+    assert chosen in CLUSTERS
+    assert cluster_size(requests + 1, heads, fold) <= chosen
 
 
 def test_no_rows_and_no_device() -> None:

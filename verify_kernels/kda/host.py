@@ -21,8 +21,11 @@ TAPS = 4
 WINDOW = TAPS - 1 + MAX_WIDTH
 #: CTAs of a cluster that are compiled; no bit depends on it.
 CLUSTERS = (1, 2, 4, 8)
-#: CTAs up to which the heads of a step are spread (best of four, H200, 2026-11-30).
-SPREAD = 64
+#: Heads of all requests of a step up to which they get such clusters: the best of four
+#: at one row and eight for 6, 12, 24, 48 and 96 (H200, 2026-11-30, graphs of programmatic
+#: launches). With snapshots a wider cluster stores more states at a time.
+FOLD_CLUSTERS = ((8, 8), (16, 4), (32, 2))
+SNAPSHOT_CLUSTERS = ((8, 8), (60, 4), (110, 2))
 #: Two CTAs of 256 threads fit an SM.
 MAX_REGISTERS = 128
 MAX_SHARED_BYTES = 113 * 1024
@@ -118,14 +121,13 @@ def variant_name(ctas: int, fold: bool) -> str:
     return f"{'fold' if fold else 'snapshot'}_c{ctas}"
 
 
-def cluster_size(requests: int, heads: int) -> int:
+def cluster_size(requests: int, heads: int, fold: bool) -> int:
     """CTAs of a cluster for a step of ``requests`` requests, padding included.
 
     Few heads are spread over more SMs. No bit depends on it.
     """
-    pairs = requests * heads
-    for ctas in (8, 4, 2):
-        if pairs * ctas <= SPREAD:
+    for most, ctas in FOLD_CLUSTERS if fold else SNAPSHOT_CLUSTERS:
+        if requests * heads <= most:
             return ctas
     return 1
 
@@ -304,7 +306,8 @@ def _launch(
             f"packed has {rows} rows; at most {MAX_ROWS}: split the step or use "
             "another kernel for prefill"
         )
-    ctas = cluster_size(requests, heads) if ctas is None else ctas
+    if ctas is None:
+        ctas = cluster_size(requests, heads, bool(records))
     if ctas not in CLUSTERS:
         raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
     width = 3 * heads * DIM
@@ -588,7 +591,7 @@ def bind_snapshots(
             "there or use verify_kernels.kda.snapshot"
         )
     kernels = [
-        _compiled(device.index, ctas or cluster_size(requests, heads), False)
+        _compiled(device.index, ctas or cluster_size(requests, heads, False), False)
         for requests in range(MAX_ROWS + 1)
     ]
     return BoundSnapshots(kernels, weights, columns, pdl)
