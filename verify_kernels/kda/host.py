@@ -21,8 +21,8 @@ TAPS = 4
 WINDOW = TAPS - 1 + MAX_WIDTH
 #: CTAs of a cluster that are compiled; no bit depends on it.
 CLUSTERS = (1, 2, 4, 8)
-#: Heads of all requests of a step up to which they get such clusters: the best of four
-#: at one row and eight for 6, 12, 24, 48 and 96 (H200, 2026-11-30, graphs of programmatic
+#: Heads of all requests of a step up to which they get such clusters: the best of four,
+#: one row or eight, 6 to 96 heads (H200, 2026-11-30, graphs of programmatic
 #: launches). With snapshots a wider cluster stores more states at a time.
 FOLD_CLUSTERS = ((8, 8), (16, 4), (32, 2))
 SNAPSHOT_CLUSTERS = ((8, 8), (60, 4), (110, 2))
