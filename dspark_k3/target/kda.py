@@ -40,8 +40,8 @@ class KdaVerify:
     def __init__(self, module: nn.Module, *, pdl: bool) -> None:
         self._module = module
         self._pdl = pdl
-        self._in_proj = Gemm([module.in_proj_qkvgfab], pdl=pdl)
-        self._o_proj = Gemm([module.o_proj], pdl=pdl)
+        self._in_proj = Gemm(module.in_proj_qkvgfab, pdl=pdl)
+        self._o_proj = Gemm(module.o_proj, pdl=pdl)
         self._weights = weights_of(module)
         like = module.o_proj.weight
         self._out = like.new_zeros(MAX_ROWS, module.local_num_heads, DIM)
@@ -76,9 +76,9 @@ class KdaVerify:
         metadata = get_forward_context().attn_metadata[self._module.prefix]
         window, state = self._module.kv_cache[:2]
         out = self._out[:rows]
-        packed = self._in_proj.one(hidden)
+        packed = self._in_proj(hidden)
         launch(packed, state, window, *self.step_of(metadata, rows), out)
-        return over_ranks(self._o_proj.one(out.view(rows, -1)))
+        return over_ranks(self._o_proj(out.view(rows, -1)))
 
     def step_of(self, metadata: Any, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """A step of ``rows`` rows as the kernel takes it.

@@ -12,7 +12,7 @@ A sublayer that is not ours, by the settings' ``ops``, is the module's own forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from vllm.models.kimi_k3.nvidia.mla import _gate_sigmoid_mul
 
 from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.skinny_gemm import SkinnyGemm, serves
+from verify_kernels.skinny_gemm import SkinnyGemm
 
 
 class Sublayer(Protocol):
@@ -40,51 +40,31 @@ class Sublayer(Protocol):
 
 
 class Gemm:
-    """Y_g = X W_g^T for the weights of some of vLLM's linear layers, in one launch.
+    """Y = X W^T for the weight of one of vLLM's linear layers.
 
     Args:
-        layers: unquantised linear layers that read the same X.
-        dtypes: their outputs' dtypes; all bf16 if left out.
+        layer: an unquantised linear layer with a weight [N, K].
+        dtype: Y's, bf16 or fp32.
         pdl: launch as a programmatic dependent.
 
     Raises:
-        ValueError: a layer has a bias or no bf16 [N, K] weight, or no kernel serves it.
+        ValueError: the layer has a bias or no bf16 [N, K] weight, or no kernel is
+            compiled for this K and dtype.
     """
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        *,
-        dtypes: Sequence[torch.dtype] | None = None,
-        pdl: bool,
+        self, layer: nn.Module, dtype: torch.dtype = torch.bfloat16, *, pdl: bool
     ) -> None:
-        self._dtypes = list(dtypes or [torch.bfloat16] * len(layers))
-        for layer in layers:
-            check_weight(layer)
-        weights = [layer.weight.data for layer in layers]
-        self._widths = [weight.shape[0] for weight in weights]
-        columns = weights[0].shape[1]
-        if serves(columns, tuple(map(_spell, self._dtypes))):
-            gemm = SkinnyGemm(columns, out_dtype=self._dtypes, pdl=pdl)
-            self._launches = [(gemm.bind(weights), slice(0, len(weights)))]
-            return
-        self._launches = []
-        for i, (weight, dtype) in enumerate(zip(weights, self._dtypes, strict=True)):
-            gemm = SkinnyGemm(columns, out_dtype=dtype, pdl=pdl)
-            self._launches.append((gemm.bind([weight]), slice(i, i + 1)))
+        check_weight(layer)
+        weight = layer.weight.data
+        self._width, columns = weight.shape
+        self._dtype = dtype
+        self._launch = SkinnyGemm(columns, out_dtype=dtype, pdl=pdl).bind(weight)
 
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        outs = [
-            torch.empty((x.shape[0], width), dtype=dtype, device=x.device)
-            for width, dtype in zip(self._widths, self._dtypes, strict=True)
-        ]
-        for launch, which in self._launches:
-            launch(x, outs[which])
-        return outs
-
-    def one(self, x: Tensor) -> Tensor:
-        """The output of a single weight."""
-        (out,) = self(x)
+    def __call__(self, x: Tensor) -> Tensor:
+        """A new [M, N] of bf16 rows [M, K]."""
+        out = x.new_empty((x.shape[0], self._width), dtype=self._dtype)
+        self._launch(x, out)
         return out
 
 
@@ -169,9 +149,9 @@ class Kda:
 
     def __init__(self, module: nn.Module, *, pdl: bool) -> None:
         self._module = module
-        self._in_proj = Gemm([module.in_proj_qkvgfab], pdl=pdl)
-        self._f_b = Gemm([module.f_b_proj], pdl=pdl)
-        self._o_proj = Gemm([module.o_proj], pdl=pdl)
+        self._in_proj = Gemm(module.in_proj_qkvgfab, pdl=pdl)
+        self._f_b = Gemm(module.f_b_proj, pdl=pdl)
+        self._o_proj = Gemm(module.o_proj, pdl=pdl)
         width = module.local_projection_size
         self._splits = [3 * width, width, module.head_dim, module.local_num_heads]
         if module.in_proj_padding:
@@ -182,19 +162,19 @@ class Kda:
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         module, rows = self._module, hidden.shape[0]
         heads = (module.local_num_heads, module.head_dim)
-        packed = self._in_proj.one(hidden).split(self._splits, dim=-1)
+        packed = self._in_proj(hidden).split(self._splits, dim=-1)
         mixed_qkv, gate, decay, beta = packed[:4]
         # Strides as of a new tensor: vLLM's norm, in place, copies the rows onto
         # themselves, which torch refuses where the strides differ.
         out = self._out[:rows].unsqueeze(0)
         module._forward(
             mixed_qkv=mixed_qkv,
-            g1=self._f_b.one(decay).view(1, rows, *heads),
+            g1=self._f_b(decay).view(1, rows, *heads),
             g2=gate.unflatten(-1, heads),
             beta=beta.unsqueeze(0),
             core_attn_out=out,
         )
-        return over_ranks(self._o_proj.one(out.view(rows, -1)))
+        return over_ranks(self._o_proj(out.view(rows, -1)))
 
 
 class Mla:
@@ -202,9 +182,9 @@ class Mla:
 
     def __init__(self, module: nn.Module, *, pdl: bool) -> None:
         self._module = module
-        self._qkv_a_g = Gemm([module.fused_qkv_a_g_proj], pdl=pdl)
-        self._q_b = Gemm([module.q_b_proj], pdl=pdl)
-        self._o_proj = Gemm([module.o_proj], pdl=pdl)
+        self._qkv_a_g = Gemm(module.fused_qkv_a_g_proj, pdl=pdl)
+        self._q_b = Gemm(module.q_b_proj, pdl=pdl)
+        self._o_proj = Gemm(module.o_proj, pdl=pdl)
         self._value_width = module.num_local_heads * module.v_head_dim
         self._splits = [
             module.q_lora_rank,
@@ -216,7 +196,7 @@ class Mla:
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         module = self._module
-        packed = self._qkv_a_g.one(hidden).split(self._splits, dim=-1)
+        packed = self._qkv_a_g(hidden).split(self._splits, dim=-1)
         query_latent, key_latent, key_rope, gate = packed
         query_latent, key_latent = fused_q_kv_rmsnorm(
             query_latent,
@@ -225,7 +205,7 @@ class Mla:
             module.kv_a_layernorm.weight.data,
             module.rms_norm_eps,
         )
-        query = self._q_b.one(query_latent)
+        query = self._q_b(query_latent)
         out = self._out[: hidden.shape[0]]
         module._attention(
             positions,
@@ -234,19 +214,19 @@ class Mla:
             key_rope.unsqueeze(1),
             out,
         )
-        return over_ranks(self._o_proj.one(_gate_sigmoid_mul(out, gate)))
+        return over_ranks(self._o_proj(_gate_sigmoid_mul(out, gate)))
 
 
 class Dense:
     """SiTU MLP."""
 
     def __init__(self, module: nn.Module, *, pdl: bool) -> None:
-        self._gate_up = Gemm([module.gate_up_proj], pdl=pdl)
+        self._gate_up = Gemm(module.gate_up_proj, pdl=pdl)
         self._activation = module.act_fn
-        self._down = Gemm([module.down_proj], pdl=pdl)
+        self._down = Gemm(module.down_proj, pdl=pdl)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        return over_ranks(self._down.one(self._activation(self._gate_up.one(hidden))))
+        return over_ranks(self._down(self._activation(self._gate_up(hidden))))
 
 
 class Moe:
@@ -271,28 +251,28 @@ class Moe:
                 '"ops": {"moe": "stock"}'
             )
         self._runner = runner
-        self._router = Gemm([module.gate], dtypes=[torch.float32], pdl=pdl)
-        self._down = Gemm([module.routed_expert_down_proj], pdl=pdl)
-        self._gate_up = Gemm([shared.gate_up_proj], pdl=pdl)
+        self._router = Gemm(module.gate, torch.float32, pdl=pdl)
+        self._down = Gemm(module.routed_expert_down_proj, pdl=pdl)
+        self._gate_up = Gemm(shared.gate_up_proj, pdl=pdl)
         self._activation = shared.act_fn
-        self._shared_down = Gemm([shared.down_proj], pdl=pdl)
+        self._shared_down = Gemm(shared.down_proj, pdl=pdl)
         self._norm = module.routed_expert_norm
-        self._up = Gemm([module.routed_expert_up_proj], pdl=pdl)
+        self._up = Gemm(module.routed_expert_up_proj, pdl=pdl)
         self._side = Side(module._down_proj_stream)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         self._side.begin()
-        logits = self._router.one(hidden)
+        logits = self._router(hidden)
         with self._side:
-            latent = self._down.one(hidden)
+            latent = self._down(hidden)
             self._side.mark()
-            shared = self._shared_down.one(self._activation(self._gate_up.one(hidden)))
+            shared = self._shared_down(self._activation(self._gate_up(hidden)))
         routed = self._routed(latent, logits)
         self._side.join()
         routed = over_ranks(routed)
         if self._norm is not None:
             routed = self._norm(routed)
-        return self._up.one(routed).add_(over_ranks(shared))
+        return self._up(routed).add_(over_ranks(shared))
 
     def _routed(self, latent: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum of this rank's shares of the chosen experts, [M, latent].
@@ -381,12 +361,12 @@ class Head(UnquantizedEmbeddingMethod):
     def __init__(self, head: nn.Module, *, pdl: bool) -> None:
         super().__init__()
         self._stock: Callable[..., Tensor] = head.quant_method.apply
-        self._gemm = Gemm([head], pdl=pdl)
+        self._gemm = Gemm(head, pdl=pdl)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         fits = x.dim() == 2 and x.shape[0] <= MAX_ROWS and x.dtype == torch.bfloat16
         if bias is None and fits:
-            return self._gemm.one(x)
+            return self._gemm(x)
         return self._stock(layer, x, bias)
 
 
@@ -407,10 +387,6 @@ def over_ranks(rows: Tensor) -> Tensor:
     if get_tensor_model_parallel_world_size() == 1:
         return rows
     return tensor_model_parallel_all_reduce(rows)
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
 def check_weight(layer: nn.Module) -> None:

@@ -111,12 +111,28 @@ class Truth:
         return cls(out, before, cache.state[1:])
 
 
-def no_worse(found: Tensor, exact: Tensor, plain: Tensor) -> bool:
-    """At most twice the error of fp32 torch in every row of the last axis, and 2^-23 of
-    the row's norm for the approximate exponential and root."""
-    error = (found.double() - exact).norm(dim=-1)
-    allowed = 2 * (plain.double() - exact).norm(dim=-1)
-    floor = gates.FP32_ULP * exact.norm(dim=-1)
+#: Axes of what is compared as one: a row of outputs [M, H, 128], a head's state
+#: [B, H, 128, 128].
+ROW, STATE = (-1,), (-2, -1)
+
+
+def no_worse(
+    found: Tensor, exact: Tensor, plain: Tensor, axes: tuple[int, ...]
+) -> bool:
+    """At most twice the error of fp32 torch, and 2^-23 of the exact norm for the
+    approximate exponential and root. Norms are over ``axes``; every other index is
+    compared for itself.
+
+    The error of fp32 torch is itself a draw, so what is compared must be large enough
+    for its norm to be steady. Outputs are: each has the error of its rounding to bf16.
+    States are compared a head at a time: of thousands of fp32 rows, torch is by chance
+    nearly exact in some, and a kernel just as accurate is far above twice that (red at
+    12 and 96 heads on an H200 while every test of the kernel passed, 2026-11-30).
+    """
+    norm = torch.linalg.vector_norm
+    error = norm(found.double() - exact, dim=axes)
+    allowed = 2 * norm(plain.double() - exact, dim=axes)
+    floor = gates.FP32_ULP * norm(exact, dim=axes)
     return bool((error <= allowed + floor).all())
 
 
@@ -169,9 +185,12 @@ class KdaBench:
         for way, run in zip(ways, runs, strict=True):
             outs.append(self._second(run, data, steps))
             found[OURS, way.mode] = {
-                "accurate": no_worse(outs[-1], exact.out, plain.out.bfloat16()),
+                "accurate": no_worse(outs[-1], exact.out, plain.out.bfloat16(), ROW),
                 "accurate_state": no_worse(
-                    data.left_by(layout), getattr(exact, state), getattr(plain, state)
+                    data.left_by(layout),
+                    getattr(exact, state),
+                    getattr(plain, state),
+                    STATE,
                 ),
                 "modes_equal": gates.same_bits(outs[-1], outs[0]),
             }

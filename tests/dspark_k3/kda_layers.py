@@ -8,7 +8,7 @@ ours over the same steps (`test_kda_core` does so in a child process).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -184,11 +184,10 @@ class RowGemm:
     def __init__(self, k: int, *, out_dtype: Any, pdl: bool) -> None:
         pass
 
-    def bind(self, ws: Sequence[Tensor]) -> Any:
-        def launch(x: Tensor, outs: Sequence[Tensor]) -> None:
-            for w, out in zip(ws, outs, strict=True):
-                for i, row in enumerate(x):
-                    out[i] = w.float() @ row.float()
+    def bind(self, w: Tensor) -> Callable[[Tensor, Tensor], None]:
+        def launch(x: Tensor, out: Tensor) -> None:
+            for i, row in enumerate(x):
+                out[i] = w.float() @ row.float()
 
         return launch
 
@@ -202,7 +201,6 @@ def stand_in(patch: Callable[[Any, str, Any], None]) -> dict[str, Any]:
 
     context = SimpleNamespace(attn_metadata={})
     patch(sublayers, "SkinnyGemm", RowGemm)
-    patch(sublayers, "serves", lambda k, outputs: len(outputs) == 1)
     patch(sublayers, "get_tensor_model_parallel_world_size", lambda: 1)
     patch(kda, "bind_snapshots", ReferenceLaunch)
     patch(kda, "get_forward_context", lambda: context)

@@ -8,7 +8,7 @@ reads; what it computes is compared with the equations written out once more her
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +35,15 @@ ALL_STOCK = dict.fromkeys(settings.OPS, "stock")
 class FakeGemm:
     """SkinnyGemm with fp32 sums by torch."""
 
-    def __init__(self, k: int, *, out_dtype: Sequence[torch.dtype], pdl: bool) -> None:
-        self._dtypes = [out_dtype] if isinstance(out_dtype, torch.dtype) else out_dtype
+    def __init__(self, k: int, *, out_dtype: torch.dtype, pdl: bool) -> None:
+        self._k, self._dtype = k, out_dtype
 
-    def bind(self, ws: Sequence[Tensor]) -> Any:
-        def launch(x: Tensor, outs: Sequence[Tensor]) -> None:
-            for w, out, dtype in zip(ws, outs, self._dtypes, strict=True):
-                out.copy_(product(x, w).to(dtype))
+    def bind(self, w: Tensor) -> Callable[[Tensor, Tensor], None]:
+        assert w.shape[1] == self._k
+
+        def launch(x: Tensor, out: Tensor) -> None:
+            assert out.dtype == self._dtype
+            out.copy_(product(x, w))
 
         return launch
 
@@ -68,7 +70,6 @@ def mix_by_reference(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sublayers, "attn_res", mix_by_reference)
     monkeypatch.setattr(sublayers, "SkinnyGemm", FakeGemm)
-    monkeypatch.setattr(sublayers, "serves", lambda k, outputs: len(outputs) == 1)
     monkeypatch.setattr(sublayers, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(sublayers.torch.cuda, "Event", lambda: None)
     torch.manual_seed(0)
@@ -442,26 +443,14 @@ def test_moe_adds_routed_and_shared() -> None:
     assert torch.equal(ours, up + shared)
 
 
-def test_weights_that_one_launch_serves_share_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bound: list[int] = []
-
-    class Counted(FakeGemm):
-        def bind(self, ws: Sequence[Tensor]) -> Any:
-            bound.append(len(ws))
-            return super().bind(ws)
-
-    monkeypatch.setattr(sublayers, "SkinnyGemm", Counted)
-    layers = [weight(6, HIDDEN), weight(12, HIDDEN)]
-    dtypes = [torch.float32, torch.bfloat16]
-    x = torch.randn(3, HIDDEN).bfloat16()
-    apart = sublayers.Gemm(layers, dtypes=dtypes, pdl=True)(x)
-    monkeypatch.setattr(sublayers, "serves", lambda k, outputs: True)
-    together = sublayers.Gemm(layers, dtypes=dtypes, pdl=True)(x)
-    assert bound == [1, 1, 2]
-    assert [out.dtype for out in together] == dtypes
-    assert all(map(torch.equal, apart, together))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
+    layer, x = weight(6, HIDDEN), torch.randn(3, HIDDEN).bfloat16()
+    out = sublayers.Gemm(layer, dtype, pdl=True)(x)
+    assert out.dtype == dtype
+    assert torch.equal(out, product(x, layer.weight).to(dtype))
+    plain = sublayers.Gemm(layer, pdl=True)(x)
+    assert torch.equal(plain, product(x, layer.weight).bfloat16())
 
 
 def test_a_rank_reduces_the_latent_before_its_norm_and_the_shared_rows(
@@ -526,9 +515,8 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
     shared = module.shared_experts
     shared.act_fn = logged("activation", shared.act_fn)
     moe = sublayers.Moe(module, pdl=True)
-    for gemm, name in ((moe._router, "router"), (moe._down, "latent")):
-        gemm.one = logged(name, gemm.one)
-    moe._shared_down.one = logged("shared down", moe._shared_down.one)
+    for gemm in ("router", "down", "shared_down"):
+        setattr(moe, f"_{gemm}", logged(gemm, getattr(moe, f"_{gemm}")))
     routed, rows = routed_and_shared(module, hidden)
     log.clear()
     ours = moe(hidden, torch.arange(3))
@@ -536,10 +524,10 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
         "main records begun",
         "main: router",
         "side waits for begun",
-        "side: latent",
+        "side: down",
         "side records marked",
         "side: activation",
-        "side: shared down",
+        "side: shared_down",
         "side records ended",
         "main: routing",
         "main waits for marked",
@@ -605,5 +593,5 @@ def test_a_layer_that_cannot_be_bound_is_named(
     for name, value in change.items():
         setattr(layer, name, value)
     with pytest.raises(ValueError, match=message) as error:
-        sublayers.Gemm([layer], pdl=True)
+        sublayers.Gemm(layer, pdl=True)
     assert "model.layers.3.mlp.gate_up_proj" in str(error.value)

@@ -168,6 +168,11 @@ def _flip(data: KdaData, out: Tensor) -> None:
     out.view(torch.int16)[0, 0, 0] ^= 1
 
 
+def _one_row(data: KdaData) -> Tensor:
+    """A row of the last head of the last request of the first copy, [128]."""
+    return data.fold.state[SHAPE.requests, SHAPE.heads - 1, 77]
+
+
 class _Sometimes:
     """The fifth run and those after it give another bit."""
 
@@ -185,6 +190,8 @@ class _Sometimes:
     [
         (then(folding, lambda d, out: out.mul_(1.01)), "accurate"),
         (then(folding, lambda d, _: d.fold.state.mul_(1 + 1e-5)), "accurate_state"),
+        (then(folding, lambda d, _: _one_row(d).mul_(1 + 1e-4)), "accurate_state"),
+        (then(folding, lambda d, _: _one_row(d)[0].fill_(torch.nan)), "accurate_state"),
         (then(folding, lambda d, _: d.fold.counts.zero_()), "accurate"),
         (then(folding, lambda d, _: d.fold.window.zero_()), "accurate"),
         (then(folding, lambda d, out: out[1].fill_(torch.nan)), "accurate"),
@@ -197,6 +204,24 @@ def test_a_wrong_kernel_is_not_timed(fold: Callable[[KdaData], Run], red: str) -
     assert red in points[0].red()[PDL]
     assert PDL not in points[0].timings and PDL in points[1].timings
     assert (FOLD, "pdl") not in timer.timed and (SNAPSHOT, "pdl") in timer.timed
+
+
+def test_states_are_compared_a_head_at_a_time() -> None:
+    """[2 requests, 3 heads, 128, 128]; fp32 torch happens to be right in one row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal() -> Tensor:
+        shape = 2, 3, DIM, DIM
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    exact = normal()
+    exact[1, 0] *= 1e4
+    plain, found = (exact * (1 + 2.0**-22 * normal()) for _ in range(2))
+    plain[0, 1, 5] = exact[0, 1, 5]
+    assert kda.no_worse(found, exact, plain, kda.STATE)
+    assert not kda.no_worse(found, exact, plain, kda.ROW)
+    found[1, 2] += 2 * (found[1, 2] - exact[1, 2])
+    assert not kda.no_worse(found, exact, plain, kda.STATE)
 
 
 def test_a_peer_with_wrong_arguments_is_no_peer() -> None:

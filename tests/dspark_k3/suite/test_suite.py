@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +14,20 @@ import pytest
 import torch
 
 from dspark_k3 import settings
+from experiments import corpora
 from experiments.gpu_engine.fleet import EngineSpec, Outcome
 from tests.dspark_k3.suite import cases, jobs, run, verdict
 from tests.dspark_k3.suite.cases import Case
 
 VOCAB = 16
+TEXT = functools.cache(corpora.held_out_bytes)
+
+
+@pytest.fixture(autouse=True)
+def text_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases read the held-out text anew for every list of prompts."""
+    monkeypatch.setattr(corpora, "held_out_bytes", TEXT)
+    monkeypatch.setattr(cases, "held_out_bytes", TEXT)
 
 
 def tokens_of(prompt: list[int], count: int) -> list[int]:
@@ -34,23 +44,34 @@ def reference(ids: list[int]) -> torch.Tensor:
 
 
 class Engines:
-    """Stands in for `fleet.run`. ``change`` may alter a result by its spec."""
+    """Stands in for `fleet.run`. ``change`` may alter a result by its spec.
+
+    Attributes:
+        started: names in order.
+        alone: names of those that started and ran with no other on the GPU.
+    """
 
     def __init__(
         self, change: Callable[[EngineSpec, dict[str, Any]], None] | None = None
     ) -> None:
         self.change = change
         self.started: list[str] = []
-        self.exclusive: list[str] = []
+        self.alone: list[str] = []
 
     def __call__(
-        self, specs: Sequence[EngineSpec], out: Path, *, exclusive: bool, **_: Any
+        self,
+        specs: Sequence[EngineSpec],
+        out: Path,
+        *,
+        parallel: int,
+        exclusive: bool,
+        **_: Any,
     ) -> dict[str, Outcome]:
         found = {}
         for spec in specs:
             self.started.append(spec.name)
-            if exclusive:
-                self.exclusive.append(spec.name)
+            if exclusive and parallel == 1:
+                self.alone.append(spec.name)
             if "broken" in spec.engine:
                 found[spec.name] = Outcome(spec.name, error="ValueError: broken")
                 continue
@@ -136,13 +157,32 @@ def test_all_cases_run_and_hold(tmp_path: Path) -> None:
     assert found["acceptance"]["means"]["fixed"] == pytest.approx(3.0)
     assert found["acceptance"]["loss"] == pytest.approx(1 - 2.96 / 3)
     assert found["logits"]["mean_kl"] == pytest.approx(0, abs=1e-6)
-    assert engines.exclusive == [
+    assert engines.alone == [
+        "adaptive-graph-k7",
         "installed-k0",
         "absent-k0",
         "installed-k7",
         "absent-k7",
     ]
     assert not any(name.endswith("-stock") for name in engines.started)
+    assert len(engines.started) == len(set(engines.started))
+    wave = [case.name for case in cases.first_cases()]
+    assert engines.started[len(wave) - 1] == "adaptive-graph-k7"
+    assert set(engines.started[: len(wave)]) == set(wave)
+
+
+def test_the_case_that_prices_alone_keeps_its_other_verdicts(tmp_path: Path) -> None:
+    """Equal text, an abort in flight, and once more with stock ops if it differs."""
+    engines = Engines(lambda s, r: flip(s, r, ["adaptive-graph-k7"]))
+    found = suite(tmp_path, engines, "adaptive-graph-k7")
+    assert engines.alone == ["adaptive-graph-k7"]
+    assert engines.started[:2] == ["plain-graph", "adaptive-graph-k7"]
+    case = found["cases"]["adaptive-graph-k7"]
+    assert case["abort_in_flight"] and case["executor_ran"] and case["speculated"]
+    (difference,) = case["differences"]
+    assert difference["group"] == "batch3"
+    assert "adaptive-graph-k7-stock" in engines.started and case["stock"]["equal"]
+    assert not found["ok"]
 
 
 def flip(spec: EngineSpec, result: dict[str, Any], names: Sequence[str]) -> None:
