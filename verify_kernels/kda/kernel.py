@@ -5,9 +5,11 @@ A cluster of C CTAs owns one head of one request, and a CTA 128 / C channels of 
 many rows of the state S [V, K]. What the head's rows need besides is little, so every
 CTA computes it whole; only the norm's sums cross the cluster.
 
-    loads        all by bulk copies into shared memory, as early as their addresses are
-                 known: the rows' q, k, v, gate and f_a, the window's taps, the CTA's
-                 part of the state, the rows that wait to be folded
+    loads        into shared memory, as early as their addresses are known: by bulk
+                 copies the convolution's taps, the CTA's part of the state and the
+                 records that wait to be folded; by plain loads of all threads the rows'
+                 q, k, v, gate and f_a and the window's taps, at the place that the
+                 accepted count says, loaded again if fewer rows were recorded
     vectors      a warp a (row, kind): convolution, SiLU, and for q and k unit length
     decay        W_fb f_a by mma.sync, rounded to bf16, then e^g; 16 channels a warp
     fold         the accepted rows of the last step are applied; the state is stored
