@@ -29,9 +29,9 @@ same bits at any width and C, and folding a row those of having computed it.
 
 Nothing of a slot is written before all that read it have: the state belongs to a CTA,
 and what every CTA reads, the window, the records and counts, is written after the
-exchange of the norm's sums, when all of them have. No trailing cluster barrier is
-needed: a CTA leaves only when all that its peers send it has come, and nothing reads a
-peer's memory.
+exchange of the norm's sums, when all of them have; a single CTA writes it once its
+threads have met. No trailing cluster barrier is needed: a CTA leaves only when all that
+its peers send it has come, and nothing reads a peer's memory.
 """
 
 import cutlass
