@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.verify_kernels import test_kda_commit as kda_commit_tests
 from tests.verify_kernels import test_kda_kernel as kda_tests
 from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
 from verify_kernels.attn_res import attn_res
@@ -115,13 +116,15 @@ def residuals(hidden: int) -> None:
 
 
 def deltas() -> None:
-    """KDA in both layouts and every cluster size: rows to fold, a request without rows,
+    """KDA in all layouts and every cluster size: rows to fold, a request without rows,
     padding. The checks raise AssertionError."""
     forms = [kda_tests.run_on_gpu(ctas) for ctas in CLUSTERS]
     kda_tests.check_ragged_steps(forms[-1], "cuda", 1)
     kda_tests.check_equal_over(forms, "cuda")
     snapshots = [kda_snapshot_tests.on_gpu(ctas) for ctas in CLUSTERS]
     kda_snapshot_tests.check_same_as_fold(forms[-1], snapshots, "cuda")
+    commit = kda_commit_tests.commit_on_gpu()
+    kda_commit_tests.check_commit_is_the_fold(forms[0], commit, "cuda")
 
 
 def prefetches() -> None:

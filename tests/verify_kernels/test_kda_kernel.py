@@ -184,12 +184,14 @@ class Truth:
         )
         return cls(found, own, dtype)
 
-    def step(self, packed: Tensor, w_fb: Tensor, batch: VerifyBatch) -> Tensor:
+    def step(
+        self, packed: Tensor, w_fb: Tensor, batch: VerifyBatch, fold: bool = True
+    ) -> Tensor:
         heads = self.cache.state.shape[1]
         rows = KdaRows.unpack(
             packed.to(self.dtype), w_fb.to(self.dtype), heads, DIM, bf16_decay=True
         )
-        return reference.verify(batch, rows, self.weights, self.cache, fold=True)
+        return reference.verify(batch, rows, self.weights, self.cache, fold=fold)
 
 
 def check_close(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:

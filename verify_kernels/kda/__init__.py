@@ -2,11 +2,13 @@
 """Kimi delta attention for the rows of a verify step.
 
 `kda_verify` is the kernel in the fold layout, `kda_verify_snapshots` in that of vLLM's
-slots (`bind_snapshots`, once a layer, for less Python a launch); `reference` and
-`snapshot` are the truth in plain torch. Read top to bottom: reference.py (equations) ->
-kernel.py (device code) -> host.py (buffers, compiled forms, checks, launch).
+slots (`bind_snapshots`, once a layer, for less Python a launch); `kda_commit` after it
+makes the fold layout eager. `reference` and `snapshot` are the truth in plain torch.
+Read top to bottom: reference.py (equations) -> kernel.py, commit.py (device code) ->
+host.py, eager.py (buffers, compiled forms, checks, launch).
 """
 
+from verify_kernels.kda.eager import kda_commit
 from verify_kernels.kda.host import (
     BoundSnapshots,
     KdaFoldState,
@@ -21,6 +23,7 @@ __all__ = [
     "KdaFoldState",
     "KdaVerifyWeights",
     "bind_snapshots",
+    "kda_commit",
     "kda_verify",
     "kda_verify_snapshots",
 ]

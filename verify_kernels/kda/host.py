@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verify_kernels.batch import MAX_ROWS, MAX_WIDTH, VerifyBatch
 from verify_kernels.common.variant import Variant, cached, device_arch
+from verify_kernels.kda.checks import Argument, check_all
 
 #: K and V of a head, and the rank of the decay's projection.
 DIM = 128
@@ -67,8 +68,9 @@ class KdaFoldState:
 
     A step leaves the state as it was before its own rows and records what they change;
     the next step applies what was accepted of them while it loads. So ``state`` lacks
-    the last step's accepted rows until then. The slot's stride is open (also the
-    window's row stride); inside a slot all is contiguous.
+    the last step's accepted rows until then, or until `verify_kernels.kda.kda_commit`.
+    The slot's stride is open (also the window's row stride); inside a slot all is
+    contiguous.
 
     Attributes:
         state: fp32 [slots, H, V, K].
@@ -132,6 +134,18 @@ def cluster_size(requests: int, heads: int, fold: bool) -> int:
     return 1
 
 
+def fake(kind: Any, shape: tuple[Any, ...], opened: int, align: int) -> Any:
+    """A tensor to compile with: the first ``opened`` strides are open, the rest
+    contiguous."""
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    stride = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        stride[i] = cute.sym_int64() if i < opened else stride[i + 1] * shape[i + 1]
+    return rt.make_fake_tensor(kind, shape, tuple(stride), assumed_align=align)
+
+
 def _arguments(fold: bool) -> Sequence[Any]:
     """Fake arguments: M, B, the heads, the slots and their strides are open."""
     import cutlass
@@ -139,13 +153,6 @@ def _arguments(fold: bool) -> Sequence[Any]:
     import cutlass.cute.runtime as rt
 
     heads, requests, slots = cute.sym_int(), cute.sym_int(), cute.sym_int()
-
-    def fake(kind: Any, shape: tuple[Any, ...], opened: int, align: int) -> Any:
-        """The first ``opened`` strides are open, the rest contiguous."""
-        stride = [1] * len(shape)
-        for i in reversed(range(len(shape) - 1)):
-            stride[i] = cute.sym_int64() if i < opened else stride[i + 1] * shape[i + 1]
-        return rt.make_fake_tensor(kind, shape, tuple(stride), assumed_align=align)
 
     def records() -> Any:
         return fake(cutlass.Float32, (slots, heads, MAX_WIDTH, DIM), 1, 16)
@@ -180,10 +187,12 @@ def _arguments(fold: bool) -> Sequence[Any]:
 
 
 def variants() -> list[Variant]:
-    """One form a layout and cluster size. Programmatic launch is an argument."""
+    """One form a layout and cluster size, and the commit. Programmatic launch is an
+    argument."""
+    from verify_kernels.kda.eager import commit_variant
     from verify_kernels.kda.kernel import KdaKernel
 
-    return [
+    forms = [
         Variant(
             op="kda",
             name=variant_name(ctas, fold),
@@ -196,6 +205,7 @@ def variants() -> list[Variant]:
         for fold in (True, False)
         for ctas in CLUSTERS
     ]
+    return [*forms, commit_variant()]
 
 
 @functools.cache
@@ -205,59 +215,12 @@ def _compiled(device: int, ctas: int, fold: bool) -> Callable[..., None]:
     return cached(variant, device_arch(device))
 
 
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    """Raise ValueError unless ``tensor`` has this dtype and shape."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} "
-            f"{tuple(shape)}"
-        )
-
-
-def _check_strides(name: str, tensor: Tensor, opened: int, align: int) -> None:
-    """Raise ValueError unless all but the first ``opened`` dimensions are contiguous
-    and every item along those starts at a multiple of ``align`` bytes."""
-    inner = 1
-    contiguous = True
-    for size, stride in reversed(
-        list(zip(tensor.shape, tensor.stride(), strict=True))[opened:]
-    ):
-        contiguous = contiguous and (size == 1 or stride == inner)
-        inner *= size
-    steps = [tensor.stride(i) for i in range(opened) if tensor.shape[i] > 1]
-    aligned = all(s * tensor.element_size() % align == 0 for s in steps)
-    if not contiguous or not aligned or tensor.data_ptr() % align:
-        raise ValueError(
-            f"{name} has strides {tensor.stride()} and address "
-            f"{tensor.data_ptr():#x}; all dimensions but the first {opened} must be "
-            f"contiguous, and what they hold start at a multiple of {align} bytes"
-        )
-
-
 def packed_width(heads: int) -> int:
     """Columns of the packed projection [q | k | v | gate | f_a | beta], no padding."""
     return 4 * heads * DIM + DIM + heads
 
 
-#: Name, tensor, dtype, shape, open strides, alignment in bytes.
-_Argument = tuple[str, Tensor | None, torch.dtype, Sequence[int], int, int]
-
-
-def _check_all(arguments: Sequence[_Argument], device: torch.device, of: str) -> None:
-    """Raise ValueError unless all fit and are on ``device``, that of ``of``."""
-    for name, tensor, dtype, shape, opened, align in arguments:
-        if tensor is None:
-            continue
-        _check(name, tensor, dtype, shape)
-        _check_strides(name, tensor, opened, align)
-        if tensor.device != device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and {of} on {device}; all tensors must "
-                "be on one device"
-            )
-
-
-def _weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[_Argument]:
+def _weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[Argument]:
     """In the kernel's order."""
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
@@ -269,13 +232,24 @@ def _weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[_Argument]:
     ]
 
 
-def _cache_arguments(state: Tensor, window: Tensor) -> list[_Argument]:
+def cache_arguments(state: Tensor, window: Tensor) -> list[Argument]:
     """State and window, whose extents but the last two and the last are open."""
     slots, heads = state.shape[:2]
     columns = (slots, window.shape[1], 3 * heads * DIM)
     return [
         ("state", state, torch.float32, (slots, heads, DIM, DIM), 1, 16),
         ("window", window, torch.bfloat16, columns, 2, 16),
+    ]
+
+
+def record_arguments(cache: KdaFoldState) -> list[Argument]:
+    """Records and counts, slots open."""
+    shape = (*cache.state.shape[:2], MAX_WIDTH, DIM)
+    return [
+        ("u", cache.u, torch.float32, shape, 1, 16),
+        ("key", cache.key, torch.float32, shape, 1, 16),
+        ("decay", cache.decay, torch.float32, shape, 1, 16),
+        ("counts", cache.counts, torch.int32, (*shape[:2], 2), 1, 4),
     ]
 
 
@@ -286,7 +260,7 @@ def _launch(
     window: Tensor,
     entries: int,
     slots: Tensor,
-    records: Sequence[_Argument],
+    records: Sequence[Argument],
     batch: VerifyBatch,
     out: Tensor | None,
     ctas: int | None,
@@ -321,17 +295,17 @@ def _launch(
     if out is None:
         out = torch.empty((rows, heads, DIM), dtype=bf16, device=packed.device)
     # In the kernel's order.
-    arguments: list[_Argument] = [
+    arguments: list[Argument] = [
         ("packed", packed, bf16, packed.shape, 1, 16),
         *_weight_arguments(weights, heads),
         ("row_start", batch.row_start, int32, (requests + 1,), 0, 4),
         ("state_slots" if records else "slots", slots, int32, table, len(table) - 1, 4),
         ("accepted", batch.accepted, int32, (requests,), 0, 4),
-        *_cache_arguments(state, window),
+        *cache_arguments(state, window),
         *(records or [("", None, fp32, (), 0, 4)] * 4),
         ("out", out, bf16, (rows, heads, DIM), 1, 8),
     ]
-    _check_all(arguments, packed.device, "packed")
+    check_all(arguments, packed.device, "packed")
     if not rows or not requests:
         return out
     if packed.device.type != "cuda":
@@ -392,13 +366,6 @@ def kda_verify(
         ValueError: for a dtype, shape, stride or device that does not fit, more than 64
             rows, or a cluster size that is not compiled. Nothing is written then.
     """
-    shape = (cache.state.shape[0], cache.state.shape[1], MAX_WIDTH, DIM)
-    records: list[_Argument] = [
-        ("u", cache.u, torch.float32, shape, 1, 16),
-        ("key", cache.key, torch.float32, shape, 1, 16),
-        ("decay", cache.decay, torch.float32, shape, 1, 16),
-        ("counts", cache.counts, torch.int32, (*shape[:2], 2), 1, 4),
-    ]
     return _launch(
         packed,
         weights,
@@ -406,7 +373,7 @@ def kda_verify(
         cache.window,
         WINDOW,
         batch.state_slots,
-        records,
+        record_arguments(cache),
         batch,
         out,
         ctas,
@@ -577,8 +544,8 @@ def bind_snapshots(
         )
     if ctas not in (None, *CLUSTERS):
         raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
-    arguments = _cache_arguments(state, window) + _weight_arguments(weights, heads)
-    _check_all(arguments, state.device, "state")
+    arguments = cache_arguments(state, window) + _weight_arguments(weights, heads)
+    check_all(arguments, state.device, "state")
     columns = min(MAX_WIDTH, window.shape[1] - (TAPS - 2))
     if columns < 1:
         raise ValueError(

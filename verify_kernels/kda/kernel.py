@@ -49,8 +49,6 @@ from verify_kernels.kda.parts import (
     KIND_BYTES,
     LINE_BYTES,
     MAX_WIDTH,
-    OLD_DECAY,
-    OLD_KEY,
     OLD_U,
     PARTS,
     QUAD,
@@ -344,15 +342,7 @@ class KdaKernel(KdaParts):
             own = base + self.vectors_at + 4 * (channel + part // self.span)
             if const_expr(self.fold):
                 changes = base + self.vectors_at + OLD_U * KIND_BYTES + 4 * channel
-                for t in cutlass.range(waiting, unroll=1):
-                    u_t = self.some(changes + VECTOR_BYTES * t, Float32)
-                    for i in cutlass.range_constexpr(COLUMNS // 4):
-                        a = self.four(columns, OLD_DECAY, t, i)
-                        k = self.four(columns, OLD_KEY, t, i)
-                        for r in cutlass.range_constexpr(self.each):
-                            for j in cutlass.range_constexpr(4):
-                                n = COLUMNS * r + 4 * i + j
-                                s[n] = cute.math.fma(u_t[r], k[j], s[n] * a[j])
+                self.fold_rows(s, columns, changes, waiting)
                 if waiting > 0:
                     self.store_state(state_at + state_pitch * slot, s)
                 cute.arch.sync_warp()

@@ -199,6 +199,20 @@ class KdaParts:
         )
 
     @cute.jit
+    def fold_rows(self, s, columns, changes, count):
+        """S <- S diag(a) + u k^T of ``count`` rows that wait, in order: this lane's
+        columns of its channels, s[r, 4 i + j], whose u of row 0 is at ``changes``."""
+        for t in cutlass.range(count, unroll=1):
+            u_t = self.some(changes + VECTOR_BYTES * t, Float32)
+            for i in cutlass.range_constexpr(COLUMNS // 4):
+                a = self.four(columns, OLD_DECAY, t, i)
+                k = self.four(columns, OLD_KEY, t, i)
+                for r in cutlass.range_constexpr(self.each):
+                    for j in cutlass.range_constexpr(4):
+                        n = COLUMNS * r + 4 * i + j
+                        s[n] = cute.math.fma(u_t[r], k[j], s[n] * a[j])
+
+    @cute.jit
     def finish(self, base, norm, out, begin, head, rank, thread, eps):
         """A warp's row: the sums of squares to and from the cluster, norm and gate. A
         lane has four neighbouring channels of this CTA, if there are so many."""
