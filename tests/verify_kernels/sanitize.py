@@ -23,10 +23,12 @@ from torch import Tensor
 from tests.verify_kernels import test_kda_commit as kda_commit_tests
 from tests.verify_kernels import test_kda_kernel as kda_tests
 from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
+from tests.verify_kernels import test_moe_route as route_tests
 from verify_kernels.attn_res import attn_res
 from verify_kernels.attn_res import reference as attn_res_reference
 from verify_kernels.common.variant import Variant, cached, device_arch
 from verify_kernels.kda.host import CLUSTERS
+from verify_kernels.moe.host import forms as route_forms
 from verify_kernels.prefetch import PrefetchPlan, prefetch
 from verify_kernels.skinny_gemm import host
 from verify_kernels.skinny_gemm import reference as gemm_reference
@@ -127,6 +129,16 @@ def deltas() -> None:
     kda_commit_tests.check_commit_is_the_fold(forms[0], commit, "cuda")
 
 
+def routes() -> None:
+    """Every form, with threads that have no row and with several rows one after the
+    other. The checks raise AssertionError."""
+    for form in route_forms():
+        for kind, rows in (("plain", 3), ("equal", 35)):
+            logits, bias = route_tests.inputs(*form[:2], rows, kind)
+            found = route_tests.on_gpu(logits, bias, form)
+            route_tests.check(found, logits, bias, form[1])
+
+
 def prefetches() -> None:
     weight = torch.arange(100_000, dtype=torch.int32)
     on_gpu = weight.cuda()
@@ -161,6 +173,7 @@ def main(fault: str, only: bool) -> None:
         residuals(7168)
         residuals(512)
         deltas()
+        routes()
         prefetches()
         torch.cuda.synchronize()
         print("sanitize: results are right", flush=True)

@@ -48,6 +48,9 @@ INTEGER = {
     "xor.b32 %r3, %r1, 255;": lambda a, b: a ^ 255,
     "neg.s32 %r3, %r1;": lambda a, b: -a,
     "abs.s32 %r3, %r1;": lambda a, b: abs(a),
+    "popc.b32 %r3, %r1;": lambda a, b: (a & LOW).bit_count(),
+    "redux.sync.max.s32 %r3, %r1, -1;": lambda a, b: max(A.tolist()),
+    "redux.sync.min.u32 %r3, %r1, -1;": lambda a, b: min(x & LOW for x in A.tolist()),
     "shl.b32 %r3, %r1, %r2;": lambda a, b: a << b if 0 <= b < 32 else 0,
     "shr.u32 %r3, %r1, %r2;": lambda a, b: (a & LOW) >> min(b & LOW, 32),
     "shr.s32 %r3, %r1, %r2;": lambda a, b: a >> min(b & LOW, 31),
@@ -91,6 +94,7 @@ FLOAT = {
         a.double() * b.double() + 1
     ).float(),
     "max.f32 %r3, %r1, %r2;": torch.fmax,
+    "div.rn.f32 %r3, %r1, %r2;": lambda a, b: a / b,
     "ex2.approx.ftz.f32 %r3, %r2;": lambda a, b: torch.exp2(b.double()).float(),
     "rcp.approx.ftz.f32 %r3, %r2;": lambda a, b: (1 / b.double()).float(),
     "ex2.approx.ftz.f32 %r3, 0fC3010000;": lambda a, b: 0 * b.abs(),  # 2^-129

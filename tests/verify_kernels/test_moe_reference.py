@@ -15,6 +15,7 @@ from verify_kernels.moe.mxfp4 import Mxfp4, dequantise, quantise
 from verify_kernels.moe.reference import (
     MoeWeights,
     dense_experts,
+    expert_plan,
     experts,
     moe,
     route,
@@ -112,6 +113,33 @@ def test_equal_logits_choose_the_first_experts() -> None:
     ids, weights = route(torch.zeros(2, 896), torch.zeros(896), 16)
     assert ids.tolist() == [list(range(16))] * 2
     assert weights.flatten().tolist() == [1 / 16] * 32
+
+
+def test_nan_is_the_largest_score() -> None:
+    """Ids stay distinct, and no weight of the row looks sane."""
+    x = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
+    x[0, 7] = x[0, 3] = torch.nan
+    x[1] = torch.nan
+    ids, weights = route(x, torch.zeros(12), 4)
+    assert ids[0, :2].tolist() == [3, 7] and ids[1].tolist() == [0, 1, 2, 3]
+    assert len(set(ids[0].tolist())) == 4 and weights.isnan().all()
+
+
+def test_plan_by_hand() -> None:
+    """Three rows, five experts, room for four rows."""
+    ids = torch.tensor([[4, 1], [1, 2], [4, 1]])
+    plan = expert_plan(ids, 5, 4)
+    assert [words.tolist() for words in plan] == [
+        [1, 2, 4, -1, -1],
+        [0, 3, 4, 6, 6, 6],
+        [1, 2, 5, 3, 0, 4, -1, -1],
+        [3, 6],
+    ]
+    assert {words.dtype for words in plan} == {torch.int32}
+    nothing = expert_plan(ids[:0], 5, 4)
+    assert [words.tolist() for words in nothing] == [
+        *([-1] * 5, [0] * 6, [-1] * 8, [0, 0])
+    ]
 
 
 def test_kimi_k3_routing_is_the_engines() -> None:

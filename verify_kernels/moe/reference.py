@@ -56,8 +56,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Router logits [M, E] and bias [E] to expert ids int64 [M, k], weights [M, k].
 
-    Experts come in falling order of sigmoid(logit) + bias. Weights are in ``compute``
-    and add up to ``routed_scale``.
+    Experts come in falling order of sigmoid(logit) + bias; NaN is the largest. Weights
+    are in ``compute`` and add up to ``routed_scale``.
 
     Raises:
         ValueError: if the shapes do not fit or top_k is not 1 to E.
@@ -81,6 +81,38 @@ def route(
         picked = scores[ids[m]]
         weights[m] = picked / picked.sum() * routed_scale
     return ids, weights
+
+
+def expert_plan(
+    ids: Tensor, num_experts: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids [M, K], distinct in a row, to which experts are needed and by which rows.
+
+    A pair is row * K + slot. Returns int32, with D distinct experts:
+    experts [E] in ascending order, -1 from D on; offsets [E + 1], where each one's
+    pairs begin, M K from D on; pairs [max_rows K] grouped by expert, rows ascending, -1
+    from M K on; counts [2], D and M K.
+    """
+    rows, top_k = ids.shape
+    users: dict[int, list[int]] = {}
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        users.setdefault(expert, []).append(pair)
+    used = sorted(users)
+    pairs = [pair for expert in used for pair in users[expert]]
+    starts = [0]
+    for expert in used:
+        starts.append(starts[-1] + len(users[expert]))
+
+    def words(values: list[int], count: int, rest: int) -> Tensor:
+        padded = values + [rest] * (count - len(values))
+        return torch.tensor(padded, dtype=torch.int32, device=ids.device)
+
+    return (
+        words(used, num_experts, -1),
+        words(starts, num_experts + 1, rows * top_k),
+        words(pairs, max_rows * top_k, -1),
+        words([len(used), rows * top_k], 2, 0),
+    )
 
 
 def dense_experts(

@@ -84,6 +84,11 @@ def _larger(a: Array, b: Array) -> Array:
     return np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b)
 
 
+def _ones(a: Array) -> Array:
+    """Bits that are set."""
+    return np.unpackbits(a.view(np.uint8)).reshape(len(a), -1).sum(1, dtype=a.dtype)
+
+
 #: Operands and result have the type at the end of the opcode.
 SAME_TYPE: dict[str, Function] = {
     "add": np.add,
@@ -93,6 +98,7 @@ SAME_TYPE: dict[str, Function] = {
     "mad.lo": lambda a, b, c: a * b + c,
     "fma.rn": _fma,
     "div": _divide,
+    "div.rn": np.divide,
     "min": _smaller,
     "max": _larger,
     "and": np.bitwise_and,
@@ -101,6 +107,7 @@ SAME_TYPE: dict[str, Function] = {
     "not": np.invert,
     "neg": np.negative,
     "abs": np.abs,
+    "popc": _ones,
     "ex2.approx.ftz": _approximate(np.exp2),
     "rcp.approx.ftz": _approximate(lambda a: 1 / a),
     "rsqrt.approx.ftz": _approximate(lambda a: 1 / np.sqrt(a)),
@@ -238,7 +245,7 @@ BUILDERS: dict[str, Build] = {
         ("add", "sub", "fma", "div", "min", "max", "and", "or", "xor", "not", "neg"),
         _elementwise,
     ),
-    **dict.fromkeys(("abs", "ex2", "rcp", "rsqrt"), _elementwise),
+    **dict.fromkeys(("abs", "popc", "ex2", "rcp", "rsqrt"), _elementwise),
     **dict.fromkeys(("shl", "shr"), _shift),
     **dict.fromkeys(("mul", "mad"), _multiply),
     "setp": _compare,

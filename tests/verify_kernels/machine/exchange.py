@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.verify_kernels.machine.arithmetic import put
-from tests.verify_kernels.machine.memory import Array
+from tests.verify_kernels.machine.memory import Array, Fault
 from tests.verify_kernels.machine.ptx import Build, Decoded, Decoder, Lanes
 from verify_kernels.audit.ptx import Instruction
 
@@ -95,6 +95,25 @@ def _vote(decoder: Decoder, ins: Instruction) -> Decoded:
     return Decoded(run, together=True)
 
 
+def _reduce(decoder: Decoder, ins: Instruction) -> Decoded:
+    _, sync, how, kind = ins.opcode.split(".")
+    if sync != "sync" or how not in ("min", "max") or kind not in ("s32", "u32"):
+        raise decoder.refuse("the machine does not know this reduction")
+    out, value = (decoder.row(o, kind) for o in ins.operands[:2])
+    # The compiler puts this mask into a register.
+    members = decoder.row(ins.operands[2], "u32")
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        warp.require_all()
+        if (warp.rows["u32"][members] != 2**32 - 1).any():
+            raise Fault("the machine takes the whole warp only: lane mask -1")
+        values = warp.rows[kind][value]
+        put(warp.rows[kind][out], values.max() if how == "max" else values.min(), lanes)
+        warp.data_met()
+
+    return Decoded(run, together=True)
+
+
 def _bf16_pairs(rows: list[Array], which: list[int]) -> Array:
     """[registers, 8, 4, 2] in fp64: lane 4 g + q, low half first."""
     words = np.stack([rows[r] for r in which])
@@ -144,6 +163,7 @@ def _matrix_product(decoder: Decoder, ins: Instruction) -> Decoded:
 BUILDERS: dict[str, Build] = {
     "shfl": _shuffle,
     "elect": _elect,
+    "redux": _reduce,
     "vote": _vote,
     "mma": _matrix_product,
 }

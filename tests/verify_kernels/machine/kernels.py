@@ -19,6 +19,9 @@ from tests.verify_kernels.test_attn_res import fresh
 from tests.verify_kernels.test_skinny_gemm import padded
 from verify_kernels.attn_res.host import Form, variant_name
 from verify_kernels.common.variant import Variant, variants
+from verify_kernels.moe.host import ExpertPlan
+from verify_kernels.moe.host import Form as RouteForm
+from verify_kernels.moe.host import variant_name as route_name
 from verify_kernels.skinny_gemm import host
 from verify_kernels.skinny_gemm.choice import Cut
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
@@ -193,3 +196,45 @@ def attn_res(
         races=races,
     )
     return [call["out"], call["prefix"], call["blocks"]]
+
+
+def moe_route(
+    form: RouteForm,
+    logits: Tensor,
+    bias: Tensor,
+    plan: ExpertPlan,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    routed_scale: float = 1.0,
+    seed: int = 0,
+    edit: Edit = str,
+    races: bool = False,
+) -> None:
+    """One launch into the given outputs."""
+    variant, ptx = compiled("moe", route_name(*form))
+    kernel, rows = variant.kernel, logits.shape[:1]
+    memory = GlobalMemory()
+    parameters = [
+        tensor_argument(
+            memory.add(logits, "logits", dynamic=True), rows, logits.stride()[:1]
+        ),
+        tensor_argument(memory.add(bias, "bias")),
+    ]
+    outputs = {"weights": weights, "ids": ids, **vars(plan)}
+    for name in kernel.parameters[2:]:
+        address = memory.add(outputs[name], name, dynamic=True, writable=True)
+        parameters.append(
+            tensor_argument(address, rows if outputs[name].ndim == 2 else ())
+        )
+    launch(
+        edit(ptx),
+        memory,
+        [*parameters, np.float32(routed_scale).tobytes()],
+        grid=(kernel.ctas, 1, 1),
+        block=(kernel.across, kernel.slots, 1),
+        cluster=(kernel.ctas, 1, 1),
+        shared_bytes=kernel.shared_bytes,
+        seed=seed,
+        races=races,
+    )

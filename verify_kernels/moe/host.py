@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing on the GPU: the plan's buffers, the compiled forms, checks, the launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify_kernels.batch import MAX_ROWS
+from verify_kernels.common.variant import Variant, cached, device_arch
+
+#: (experts, top_k, CTAs of the cluster, rows of a CTA at a time).
+Form = tuple[int, int, int, int]
+#: (experts, top_k) of Kimi K3 and of a tiny model -> rows up to which a step takes a
+#: form, and its CTAs and rows. Not yet measured. Any form takes any number of rows.
+FORMS: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {
+    (896, 16): ((1, 1, 1), (4, 1, 4), (8, 8, 1), (MAX_ROWS, 8, 4)),
+    (16, 4): ((MAX_ROWS, 1, 8),),
+}
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Which experts a step needs, and for which rows; int32, contiguous.
+
+    With D distinct experts in M rows; a pair is row * K + slot, the place of a choice
+    in the flat ids and weights.
+
+    Attributes:
+        experts: [E], the distinct experts in ascending order; -1 from D on.
+        offsets: [E + 1], where each one's pairs begin; M K from D on.
+        pairs: [64 K], pairs grouped by expert, rows ascending; -1 from M K on.
+        counts: [2], D and M K.
+    """
+
+    experts: Tensor
+    offsets: Tensor
+    pairs: Tensor
+    counts: Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_experts: int, top_k: int, device: torch.device | str
+    ) -> ExpertPlan:
+        """Buffers for any step of a model; nothing in them is valid yet."""
+
+        def words(count: int) -> Tensor:
+            return torch.full((count,), -1, dtype=torch.int32, device=device)
+
+        return cls(
+            experts=words(num_experts),
+            offsets=words(num_experts + 1),
+            pairs=words(MAX_ROWS * top_k),
+            counts=words(2),
+        )
+
+
+def variant_name(num_experts: int, top_k: int, ctas: int, slots: int) -> str:
+    """Name of a form; says all that its kernel is made from."""
+    return f"route_e{num_experts}_k{top_k}_c{ctas}_s{slots}"
+
+
+def _arguments(num_experts: int, top_k: int) -> Sequence[Any]:
+    """Fake arguments: M and the logits' row stride are open."""
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    rows = cute.sym_int()
+
+    def fake(kind: Any, *shape: Any) -> Any:
+        order = tuple(range(len(shape)))[::-1]
+        return rt.make_fake_compact_tensor(
+            kind, shape, stride_order=order, assumed_align=16
+        )
+
+    logits = rt.make_fake_tensor(
+        cutlass.Float32,
+        (rows, num_experts),
+        (cute.sym_int64(), 1),
+        assumed_align=16,
+    )
+    return (
+        logits,
+        fake(cutlass.Float32, num_experts),
+        fake(cutlass.Float32, rows, top_k),
+        fake(cutlass.Int32, rows, top_k),
+        fake(cutlass.Int32, num_experts),
+        fake(cutlass.Int32, num_experts + 1),
+        fake(cutlass.Int32, MAX_ROWS * top_k),
+        fake(cutlass.Int32, 2),
+        cutlass.Float32(0.0),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def forms() -> list[Form]:
+    """Every compiled form."""
+    return [
+        (*model, ctas, slots)
+        for model, table in FORMS.items()
+        for _, ctas, slots in table
+    ]
+
+
+def variants() -> list[Variant]:
+    """The forms in `FORMS`. Programmatic launch is an argument, not a form."""
+    from verify_kernels.moe.route import RouteKernel
+
+    return [
+        Variant(
+            op="moe",
+            name=variant_name(*form),
+            kernel=RouteKernel(*form),
+            arguments=functools.partial(_arguments, *form[:2]),
+            # 28 warps of the largest form fit an SM.
+            max_registers=72,
+            max_shared_bytes=113 * 1024,
+        )
+        for form in forms()
+    ]
+
+
+@functools.cache
+def _compiled(device: int, *form: int) -> Callable[..., None]:
+    name = variant_name(*form)
+    variant = next(v for v in variants() if v.name == name)
+    return cached(variant, device_arch(device))
+
+
+def _form(num_experts: int, top_k: int, rows: int, cut: tuple[int, int] | None) -> Form:
+    """The compiled form for a call, or ValueError."""
+    model = (num_experts, top_k)
+    if model not in FORMS:
+        known = ", ".join(f"{k} of {e}" for e, k in FORMS)
+        raise ValueError(
+            f"top_k {top_k} of {num_experts} experts: no kernel is compiled for it; "
+            f"there are {known}, and verify_kernels.moe.reference computes others"
+        )
+    if cut is None:
+        cut = next((c, s) for most, c, s in FORMS[model] if rows <= most)
+    elif (*model, *cut) not in forms():
+        there = [(c, s) for _, c, s in FORMS[model]]
+        raise ValueError(f"cut is {cut}; the compiled (CTAs, rows) are {there}")
+    return (*model, *cut)
+
+
+def _check(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: Any
+) -> None:
+    """Raise ValueError unless ``tensor`` is as given, contiguous and aligned."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} "
+            f"{shape}"
+        )
+    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} and address "
+            f"{tensor.data_ptr():#x}; it must be contiguous and begin at a multiple of "
+            "16 bytes: pass a contiguous copy"
+        )
+    if tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and logits on {device}; all tensors must be "
+            "on one device"
+        )
+
+
+def moe_route(
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    plan: ExpertPlan,
+    weights: Tensor | None = None,
+    ids: Tensor | None = None,
+    *,
+    routed_scale: float = 1.0,
+    cut: tuple[int, int] | None = None,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Choose every row's experts, weigh them, and plan who computes them; one launch.
+
+    The equations are in `verify_kernels.moe.reference` (`route`, `expert_plan`), in
+    fp32 with s = 1 / (1 + 2^(-x log2 e)): scores differ from other sigmoids by a few
+    units in the last place, and so does the order of experts whose s + bias are that
+    close. Scores below 2^-126 are 0. A row's bits depend on its own logits and the
+    bias only.
+
+    As in the reference NaN is the largest of numbers: experts with NaN logits come
+    first, lowest id first, and every weight of the row is NaN; a row whose chosen
+    scores are all 0 has NaN weights too. Whatever the numbers are, the ids of a row are
+    K different ones in 0 .. E - 1.
+
+    Args:
+        logits: fp32 [M, E], M = 0 .. 64; rows may lie apart, each at a multiple of 16
+            bytes.
+        bias: fp32 [E], added to the scores for the choice alone; static, read before
+            earlier kernels end.
+        top_k: K, with E one of `FORMS`.
+        plan: of E and K; replaced. With M = 0 it is filled as for no row, by copies.
+        weights, ids: fp32 and int32 [M, K], or None to allocate them; on a decode path
+            pass them. No output may share memory with another argument.
+        routed_scale: what a row's weights add up to.
+        cut: (CTAs, rows of a CTA) among `FORMS`, by default the one for M; no bit
+            depends on it.
+        pdl: launch without waiting for earlier kernels to end; the kernel waits itself.
+
+    Returns:
+        weights and ids, by falling s + bias, the lower id first where they are equal.
+
+    Raises:
+        ValueError: for a shape, dtype, layout or device that the kernel does not take,
+            or a cut that is not compiled.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"logits is {logits.dtype} {tuple(logits.shape)}; it must be torch.float32 "
+            "[M, E]"
+        )
+    rows, num_experts = logits.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"logits has {rows} rows; at most {MAX_ROWS}")
+    form = _form(num_experts, top_k, rows, cut)
+    stride, last = logits.stride()
+    if last != 1 or (rows > 1 and stride % 4) or logits.data_ptr() % 16:
+        raise ValueError(
+            f"logits has strides {logits.stride()} and address "
+            f"{logits.data_ptr():#x}; its last dimension must be contiguous and every "
+            "row start at a multiple of 16 bytes: pass a contiguous copy"
+        )
+    device = logits.device
+    if weights is None:
+        weights = logits.new_empty(rows, top_k)
+    if ids is None:
+        ids = logits.new_empty(rows, top_k, dtype=torch.int32)
+    integer = torch.int32
+    for name, tensor, dtype, shape in (
+        ("bias", bias, torch.float32, (num_experts,)),
+        ("weights", weights, torch.float32, (rows, top_k)),
+        ("ids", ids, integer, (rows, top_k)),
+        ("plan.experts", plan.experts, integer, (num_experts,)),
+        ("plan.offsets", plan.offsets, integer, (num_experts + 1,)),
+        ("plan.pairs", plan.pairs, integer, (MAX_ROWS * top_k,)),
+        ("plan.counts", plan.counts, integer, (2,)),
+    ):
+        _check(name, tensor, dtype, shape, device)
+    if rows == 0:
+        for tensor, value in (
+            (plan.experts, -1),
+            (plan.offsets, 0),
+            (plan.pairs, -1),
+            (plan.counts, 0),
+        ):
+            tensor.fill_(value)
+        return weights, ids
+    if device.type != "cuda":
+        raise ValueError(
+            f"logits is on {device}; the kernel needs a CUDA device: move the tensors "
+            "there or use verify_kernels.moe.reference"
+        )
+    _compiled(device.index, *form)(
+        logits,
+        bias,
+        weights,
+        ids,
+        plan.experts,
+        plan.offsets,
+        plan.pairs,
+        plan.counts,
+        routed_scale,
+        int(pdl),
+    )
+    return weights, ids
