@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,6 +101,7 @@ def test_ties_go_to_the_even_mantissa(value: float, expected: float) -> None:
     st.lists(st.floats(-8, 8, width=32), min_size=GROUP, max_size=GROUP),
     st.integers(-40, 40),
 )
+@example([0.0] * (GROUP - 1) + [2.0**-129], 0)
 def test_each_value_goes_to_the_nearest_number(
     values: list[float], exponent: int
 ) -> None:
@@ -110,9 +111,11 @@ def test_each_value_goes_to_the_nearest_number(
     if largest == 0:
         assert weight.scales.item() == 0
         return
-    scale = 2.0 ** (math.floor(math.log2(largest)) - 2)
-    assert weight.scales.item() == 127 + int(math.log2(scale))
-    assert 4 * scale <= largest < 8 * scale
+    # The smallest scale of E8M0 is 2^-127.
+    exponent = max(math.floor(math.log2(largest)) - 2, -127)
+    scale = 2.0**exponent
+    assert weight.scales.item() == 127 + exponent
+    assert largest < 8 * scale and (exponent == -127 or 4 * scale <= largest)
     for got, want in zip(dequantise(weight)[0].tolist(), x[0].tolist(), strict=True):
         errors = [abs(number * scale - want) for number in E2M1]
         assert abs(got - want) == min(errors)

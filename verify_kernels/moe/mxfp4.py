@@ -71,8 +71,8 @@ def quantise(weight: Tensor) -> Mxfp4:
     """Quantise [.., N, K]: scale 2^(floor(log2 max|w|) - 2) a group, then the nearest.
 
     The rule of OCP MX 1.0, section 6.3: a value halfway between two E2M1 numbers goes
-    to the one with an even mantissa, one beyond 6 scales to 6. A group of zeros gets
-    scale byte 0.
+    to the one with an even mantissa, one beyond 6 scales to 6. Scales are at least
+    2^-127, which a group of zeros gets: byte 0.
 
     Raises:
         ValueError: if K is not a multiple of 32 or a value is not finite.
