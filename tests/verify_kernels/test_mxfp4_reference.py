@@ -112,10 +112,10 @@ def test_each_value_goes_to_the_nearest_number(
         assert weight.scales.item() == 0
         return
     # The smallest scale of E8M0 is 2^-127.
-    exponent = max(math.floor(math.log2(largest)) - 2, -127)
-    scale = 2.0**exponent
-    assert weight.scales.item() == 127 + exponent
-    assert largest < 8 * scale and (exponent == -127 or 4 * scale <= largest)
+    power = max(math.floor(math.log2(largest)) - 2, -127)
+    scale = 2.0**power
+    assert weight.scales.item() == 127 + power
+    assert largest < 8 * scale and (power == -127 or 4 * scale <= largest)
     for got, want in zip(dequantise(weight)[0].tolist(), x[0].tolist(), strict=True):
         errors = [abs(number * scale - want) for number in E2M1]
         assert abs(got - want) == min(errors)
