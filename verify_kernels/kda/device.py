@@ -45,6 +45,13 @@ def over_lanes(value):
 
 
 def sums_of_channels(values, part):
+    """Sums over 16 lanes of one, two, four or eight values; a lane gets one of them.
+
+    part is the lane's number in the 16. At a step a lane passes half of its values to
+    a partner and takes the partner's part of the other half, so n values cost fewer
+    shuffles than n butterflies. Value r of n comes to the 16 / n lanes from 16 r / n
+    on. A sum has the same bits whatever n is: it adds the same lanes in the same tree.
+    """
     offset = 8
     while len(values) > 1:
         half = len(values) // 2
