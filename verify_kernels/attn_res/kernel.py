@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from verify_kernels.common import ptx
+from verify_kernels.common.arithmetic import add_tree, halves
 
 #: Threads of a CTA at most.
 THREADS = 128
@@ -34,22 +35,8 @@ CTAS_PER_SM = 4
 LOG2_E = 1.4426950408889634
 
 
-def halves(word):
-    """The two bf16 of an Int32 as Float32, low half first."""
-    low = ptx.float_from_bits(word << 16)
-    return low, ptx.float_from_bits(word & -65536)
-
-
 def floats(words):
     return [x for word in words for x in halves(word)]
-
-
-def add_tree(values):
-    """Sum of one, two or four values, in a balanced tree."""
-    while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = [a + b for a, b in pairs]
-    return values[0]
 
 
 def sizes(count):

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels share: PTX with stated effects, compilation, their list."""
+"""What the kernels share: PTX with stated effects, arithmetic, compilation, their
+list."""

@@ -8,26 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from verify_kernels.common import ptx
-
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 #: Above it the sum 1 + 2^x would be infinite.
 MAX_EXPONENT = 126.0
-
-
-def halves(word):
-    """The two bf16 of an Int32 as Float32, low half first."""
-    low = ptx.float_from_bits(word << 16)
-    return low, ptx.float_from_bits(word & -65536)
-
-
-def add_tree(values):
-    """Sum of a power of two of values, in a balanced tree."""
-    while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = [a + b for a, b in pairs]
-    return values[0]
 
 
 def dot(a, b, total=None):

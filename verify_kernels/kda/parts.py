@@ -7,11 +7,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from verify_kernels.common import ptx
+from verify_kernels.common.arithmetic import add_tree, halves
 from verify_kernels.kda.device import (
-    add_tree,
     dot,
     exp_of,
-    halves,
     over_lanes,
     sigmoid,
 )
