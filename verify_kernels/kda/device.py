@@ -21,15 +21,17 @@ def dot(a, b, total=None):
     return total
 
 
-def over_lanes(value):
-    """Sum over the warp, the same in all lanes."""
-    for offset in (16, 8, 4, 2, 1):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
-    return value
+def over_lanes(values, offsets=(16, 8, 4, 2, 1)):
+    """Sums over the warp, or over 16 lanes from offset 8 on, the same in all lanes."""
+    for offset in offsets:
+        values = [
+            v + cute.arch.shuffle_sync_bfly(v, offset=offset) for v in values
+        ]
+    return values
 
 
 def sums_of_channels(values, part):
-    """Sums over 16 lanes of one, two, four or eight values; a lane gets one of them.
+    """Sums over 16 lanes of 1, 2, 4, 8 or 16 values; a lane gets one of them.
 
     part is the lane's number in the 16. At a step a lane passes half of its values to
     a partner and takes the partner's part of the other half, so n values cost fewer

@@ -10,11 +10,12 @@ CTA computes it whole; only the norm's sums cross the cluster.
                  records that wait to be folded; by plain loads of all threads the rows'
                  q, k, v, gate and f_a and the window's taps, at the place that the
                  accepted count says, loaded again if fewer rows were recorded
-    vectors      a warp a (row, kind): convolution, SiLU, and for q and k unit length
+    vectors      a warp a row: convolution, SiLU, unit length of q and k, and q k
     decay        W_fb f_a by mma.sync, rounded to bf16, then e^g; 16 channels a warp
     fold         the accepted rows of the last step are applied; the state is stored
     recurrence   the new rows; the state after each is stored in snapshots, which fold
-                 nothing
+                 nothing. With D = S diag(a): u = beta (v - D k), o = D q + u (k q), so
+                 that both sums of a row cross the lanes at once; then S = D + u k^T
     output       sums of o^2 over 4 channels each to every CTA, RMSNorm over the head,
                  gate, one rounding to bf16; and the records for the next step
 
@@ -39,7 +40,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from verify_kernels.common import ptx
-from verify_kernels.kda.device import dot, sigmoid, sums_of_channels
+from verify_kernels.kda.device import dot, over_lanes, sigmoid, sums_of_channels
 from verify_kernels.kda.parts import (
     COLUMNS,
     DECAY,
@@ -53,7 +54,6 @@ from verify_kernels.kda.parts import (
     PARTS,
     QUAD,
     QUADS,
-    QUERY,
     SIXTEEN,
     SQUARES_FULL,
     STATE_FULL,
@@ -62,7 +62,6 @@ from verify_kernels.kda.parts import (
     THREADS,
     VALUE,
     VECTOR_BYTES,
-    WARPS,
     KdaParts,
 )
 
@@ -77,7 +76,7 @@ class KdaKernel(KdaParts):
 
     pdl = True
     early_release = "dependents wait before they read what this kernel stores"
-    early_loads = ("w_fb", "conv", "a_log", "dt_bias")
+    early_loads = ("w_fb", "conv", "a_log", "dt_bias", "norm")
     threads = THREADS
 
     def __init__(self, ctas: int, fold: bool):
@@ -86,7 +85,6 @@ class KdaKernel(KdaParts):
         self.parameters = (
             "packed",
             *self.early_loads,
-            "norm",
             "row_start",
             "state_slots",
             "accepted",
@@ -213,6 +211,7 @@ class KdaKernel(KdaParts):
         ]
         bias = [dt_bias[head, filter_row + 8 * half] for half in range(2)]
         rate = a_log[head]
+        scales = self.scales(norm, rank, lane)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
 
@@ -317,8 +316,8 @@ class KdaKernel(KdaParts):
             cute.arch.sync_threads()
 
             cute.arch.mbarrier_wait(self.barrier(base + TAPS_FULL), 0)
-            for task in cutlass.range(warp, 3 * width, WARPS, unroll=1):
-                self.vector(base, task, width, lane)
+            if warp < width:
+                self.vectors(base, warp, lane)
             self.decays(base, filter_row, words, bias, rate, lower_bound, lane)
             cute.arch.sync_threads()
             cute.arch.mbarrier_wait(self.barrier(base + STATE_FULL), 0)
@@ -338,30 +337,47 @@ class KdaKernel(KdaParts):
                     s[4 * i + j] = four[j]
             columns = base + self.vectors_at + 16 * part
             state_at = within + Int64(VECTOR_BYTES) * local + 16 * part
-            #: The channel whose sums this lane holds, of its sixteen's E.
-            own = base + self.vectors_at + 4 * (channel + part // self.span)
+            #: The channel of the sum that this lane holds, of its sixteen's E: with the
+            #: key in lanes 0 to 7, with the query in the others.
+            own = base + self.vectors_at + 4 * (channel + part % 8 // self.span)
+            of_query = part >= 8
             if const_expr(self.fold):
                 changes = base + self.vectors_at + OLD_U * KIND_BYTES + 4 * channel
                 self.fold_rows(s, columns, changes, waiting)
                 if waiting > 0:
                     self.store_state(state_at + state_pitch * slot, s)
                 cute.arch.sync_warp()
+            row = cute.make_rmem_tensor((3 * COLUMNS,), Float32)
+            if const_expr(self.ahead):
+                self.fetch(row, columns, 0)
             for t in cutlass.range(width, unroll=1):
-                k = []
-                sums = [None] * self.each
-                for i in cutlass.range_constexpr(COLUMNS // 4):
-                    a = self.four(columns, DECAY, t, i)
-                    k.append(self.four(columns, KEY, t, i))
-                    for r in cutlass.range_constexpr(self.each):
-                        n = COLUMNS * r + 4 * i
-                        for j in cutlass.range_constexpr(4):
-                            s[n + j] = s[n + j] * a[j]
-                        sums[r] = dot([s[n + j] for j in range(4)], k[i], sums[r])
-                found = sums_of_channels(sums, part)
+                if const_expr(not self.ahead):
+                    self.fetch(row, columns, t)
                 own_t = own + VECTOR_BYTES * t
                 v_t = self.element(own_t + VALUE * KIND_BYTES)[0]
                 beta_t = self.element(base + self.betas_at + 4 * t)[0]
-                u_own = beta_t * (v_t - found)
+                product_t = self.element(base + self.products_at + 4 * t)[0]
+                a, k, q = [
+                    [row[COLUMNS * n + j] for j in range(COLUMNS)] for n in range(3)
+                ]
+                if const_expr(self.ahead):
+                    self.fetch(row, columns, cutlass.min(t + 1, width - 1))
+                with_key, with_query = [], []
+                for r in cutlass.range_constexpr(self.each):
+                    for j in cutlass.range_constexpr(COLUMNS):
+                        s[COLUMNS * r + j] = s[COLUMNS * r + j] * a[j]
+                    channel_s = [s[COLUMNS * r + j] for j in range(COLUMNS)]
+                    with_key.append(dot(channel_s, k))
+                    with_query.append(dot(channel_s, q))
+                if const_expr(self.each == 1):
+                    sums = over_lanes([*with_key, *with_query], (8, 4, 2, 1))
+                    u_own = beta_t * (v_t - sums[0])
+                    o_own = cute.math.fma(u_own, product_t, sums[1])
+                else:
+                    found = sums_of_channels([*with_key, *with_query], part)
+                    u_own = beta_t * (v_t - found)
+                    u_there = cute.arch.shuffle_sync_bfly(u_own, offset=8)
+                    o_own = cute.math.fma(u_there, product_t, found)
                 for r in cutlass.range_constexpr(self.each):
                     u_t = u_own
                     if const_expr(self.each > 1):
@@ -370,19 +386,14 @@ class KdaKernel(KdaParts):
                         )
                     for j in cutlass.range_constexpr(COLUMNS):
                         n = COLUMNS * r + j
-                        s[n] = cute.math.fma(u_t, k[j // 4][j % 4], s[n])
-                sums = [None] * self.each
-                for i in cutlass.range_constexpr(COLUMNS // 4):
-                    q = self.four(columns, QUERY, t, i)
-                    for r in cutlass.range_constexpr(self.each):
-                        n = COLUMNS * r + 4 * i
-                        sums[r] = dot([s[n + j] for j in range(4)], q, sums[r])
-                o_own = sums_of_channels(sums, part)
+                        s[n] = cute.math.fma(u_t, k[j], s[n])
                 if part % self.span == 0:
-                    place = own_t - self.vectors_at + self.outputs_at
-                    ptx.store_shared_f32(place, o_own)
+                    if of_query:
+                        place = own_t - self.vectors_at + self.outputs_at
+                        ptx.store_shared_f32(place, o_own)
                     if const_expr(self.fold):
-                        ptx.store_shared_f32(own_t + OLD_U * KIND_BYTES, u_own)
+                        if not of_query:
+                            ptx.store_shared_f32(own_t + OLD_U * KIND_BYTES, u_own)
                 if const_expr(not self.fold):
                     there = self.element(base + self.targets_at + 4 * t, Int32)[0]
                     if there > 0:
@@ -392,7 +403,7 @@ class KdaKernel(KdaParts):
                 # The peers' barriers are there.
                 cute.arch.cluster_wait()
             if thread >> 5 < width:
-                self.finish(base, norm, out, begin, head, rank, thread, eps)
+                self.finish(base, scales, out, begin, head, rank, thread, eps)
             if const_expr(self.ctas > 1):
                 ptx.wait_cluster(base + SQUARES_FULL, 0)
                 self.record(base, window, key, decay, slot, head, width, thread)

@@ -60,16 +60,21 @@ class KdaParts:
         #: Fours of channels of a CTA, a power of two.
         self.chunks = self.channels // QUAD
         self.chunk_bits = self.chunks.bit_length() - 1
-        #: Of sixteen lanes, and how many of them hold the sum of one.
+        #: Of sixteen lanes, and how many of them hold one of their 2 E sums.
         self.each = self.channels * PARTS // THREADS
-        self.span = PARTS // self.each
+        self.span = PARTS // (2 * self.each)
 
-        # Shared memory: barriers; beta of eight rows, and the snapshots' slots; the
-        # vectors; bf16 lines. The outputs take the place of the taps, and the new rows'
+        #: Registers are left to load a row while the one before it is computed.
+        self.ahead = self.each <= 2
+        self.folds = 4 if self.ahead else 1
+
+        # Shared memory: barriers; beta of eight rows, the snapshots' slots, the products
+        # of key and query; the vectors; bf16 lines. The outputs take the place of the taps, and the new rows'
         # u that of the old ones': two CTAs of a whole head fit an SM.
         self.betas_at = 32
         self.targets_at = 64
-        self.vectors_at = 96
+        self.products_at = 96
+        self.vectors_at = 128
         self.lines_at = self.vectors_at + self.kinds * KIND_BYTES
         self.gates_at = self.lines_at + (TAPS - 1 + MAX_WIDTH) * ENTRY_BYTES
         self.f_at = self.gates_at + MAX_WIDTH * LINE_BYTES
@@ -128,12 +133,9 @@ class KdaParts:
         return cute.make_tensor(pointer, cute.make_layout(count))
 
     @cute.jit
-    def vector(self, base, task, width, lane):
-        """A warp's row of q, k or v: convolution and SiLU, and unit length for q and k,
-        q times 128^-1/2. A lane has four channels, two of each half."""
-        kind = cutlass.select_(task >= width, Int32(1), Int32(0))
-        kind = cutlass.select_(task >= 2 * width, Int32(2), kind)
-        row = task - width * kind
+    def convolved(self, base, row, kind, lane):
+        """Convolution and SiLU of a row of q, k or v: four channels a lane, two of each
+        half."""
         lines = base + self.lines_at + ENTRY_BYTES * row + LINE_BYTES * kind + 4 * lane
         taps = base + self.taps_at + 4 * TAPS * (DIM * kind + 2 * lane)
         x = []
@@ -150,14 +152,28 @@ class KdaParts:
                 for i in cutlass.range_constexpr(1, TAPS):
                     total = cute.math.fma(weights[i], rows[i][c], total)
                 x.append(total * sigmoid(total))
-        unit = cute.math.rsqrt(over_lanes(dot(x, x)) + L2_EPS, fastmath=True)
-        unit = cutlass.select_(kind == QUERY, unit * DIM**-0.5, unit)
-        unit = cutlass.select_(kind == VALUE, Float32(1.0), unit)
-        place = base + self.vectors_at + KIND_BYTES * kind + VECTOR_BYTES * row
-        for half in cutlass.range_constexpr(2):
-            pair = self.shared(place + 8 * lane + 2 * DIM * half, Float32, 2)
-            for c in cutlass.range_constexpr(2):
-                pair[c] = x[2 * half + c] * unit
+        return x
+
+    @cute.jit
+    def vectors(self, base, row, lane):
+        """A warp's row: v, and q and k of unit length, q times 128^-1/2, and their
+        product."""
+        x = [self.convolved(base, row, kind, lane) for kind in range(3)]
+        q, k = x[QUERY], x[KEY]
+        of_q, of_k, of_both = over_lanes([dot(q, q), dot(k, k), dot(q, k)])
+        unit_q = cute.math.rsqrt(of_q + L2_EPS, fastmath=True) * DIM**-0.5
+        unit_k = cute.math.rsqrt(of_k + L2_EPS, fastmath=True)
+        place = base + self.vectors_at + VECTOR_BYTES * row
+        for kind, unit in ((QUERY, unit_q), (KEY, unit_k), (VALUE, None)):
+            for half in cutlass.range_constexpr(2):
+                at = place + KIND_BYTES * kind + 8 * lane + 2 * DIM * half
+                pair = self.shared(at, Float32, 2)
+                for c in cutlass.range_constexpr(2):
+                    value = x[kind][2 * half + c]
+                    pair[c] = value if unit is None else value * unit
+        if lane == 0:
+            product = of_both * unit_q * unit_k
+            ptx.store_shared_f32(base + self.products_at + 4 * row, product)
 
     @cute.jit
     def decays(self, base, filter_row, words, bias, rate, lower_bound, lane):
@@ -198,10 +214,19 @@ class KdaParts:
         )
 
     @cute.jit
+    def fetch(self, row, columns, t):
+        """Decay, key and query of a row: this lane's columns, eight of each."""
+        for n, kind in enumerate((DECAY, KEY, QUERY)):
+            for i in cutlass.range_constexpr(COLUMNS // 4):
+                four = self.four(columns, kind, t, i)
+                for j in cutlass.range_constexpr(4):
+                    row[COLUMNS * n + 4 * i + j] = four[j]
+
+    @cute.jit
     def fold_rows(self, s, columns, changes, count):
         """S <- S diag(a) + u k^T of ``count`` rows that wait, in order: this lane's
         columns of its channels, s[r, 4 i + j], whose u of row 0 is at ``changes``."""
-        for t in cutlass.range(count, unroll=1):
+        for t in cutlass.range(count, unroll=self.folds):
             u_t = self.some(changes + VECTOR_BYTES * t, Float32)
             for i in cutlass.range_constexpr(COLUMNS // 4):
                 a = self.four(columns, OLD_DECAY, t, i)
@@ -212,7 +237,14 @@ class KdaParts:
                         s[n] = cute.math.fma(u_t[r], k[j], s[n] * a[j])
 
     @cute.jit
-    def finish(self, base, norm, out, begin, head, rank, thread, eps):
+    def scales(self, norm, rank, lane):
+        """The norm's weights of this lane's channels in `finish`, as words."""
+        chunk = cutlass.min(lane, self.chunks - 1)
+        channel = QUAD * (self.chunks * rank + chunk)
+        return ptx.load_global_128(norm.iterator.toint() + Int64(4) * channel)
+
+    @cute.jit
+    def finish(self, base, scales, out, begin, head, rank, thread, eps):
         """A warp's row: the sums of squares to and from the cluster, norm and gate. A
         lane has four neighbouring channels of this CTA, if there are so many."""
         row = thread >> 5
@@ -221,7 +253,6 @@ class KdaParts:
         channel = QUAD * (self.chunks * rank + lane)
         if not mine:
             channel = Int32(0)
-        weights = ptx.load_global_128(norm.iterator.toint() + Int64(4) * channel)
         gates = self.shared(
             base + self.gates_at + LINE_BYTES * row + 2 * channel, BFloat16, QUAD
         )
@@ -238,12 +269,12 @@ class KdaParts:
                     )
             ptx.wait_cluster(base + SQUARES_FULL, 0)
             square = self.element(place + 4 * lane)[0]
-        mean = cute.math.fma(over_lanes(square), Float32(1.0 / DIM), eps)
+        mean = cute.math.fma(over_lanes([square])[0], Float32(1.0 / DIM), eps)
         spread = cute.math.rsqrt(mean, fastmath=True)
         if mine:
             line = cute.make_rmem_tensor((QUAD,), BFloat16)
             for i in cutlass.range_constexpr(QUAD):
-                scale = ptx.float_from_bits(weights[i])
+                scale = ptx.float_from_bits(scales[i])
                 gate = sigmoid(gates[i].to(Float32))
                 line[i] = (o[i] * spread * scale * gate).to(BFloat16)
             self.store_out(out, begin + row, head, rank, lane, line)
