@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils, input_batch
@@ -63,18 +64,25 @@ class RaggedGraphManager(cudagraph_utils.ModelCudaGraphManager):
     """vLLM's graph manager; for our target it captures ragged decode graphs as well."""
 
     def capture(self, *arguments: Any, **keywords: Any) -> Any:
-        """vLLM's capture; `capture_under_way` while it lasts."""
+        """vLLM's capture; `capture_under_way` while it lasts. The steps that price
+        adaptive verification follow, for which the caches are cleared."""
         global _under_way
         _under_way = True
         try:
-            return super().capture(*arguments, **keywords)
+            captured = super().capture(*arguments, **keywords)
         finally:
             _under_way = False
+        if self.varlen_decode and self._asked():
+            clear_caches(self.compilation_config.static_forward_context.values())
+        return captured
+
+    def _asked(self) -> bool:
+        return settings.read(self.vllm_config.additional_config).target
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
         asked = (
-            settings.read(self.vllm_config.additional_config).target
+            self._asked()
             and self.decode_query_len > 1
             and self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         )
@@ -154,32 +162,47 @@ def separate_dummy_context(
     has the blocks 1 + g n .. (g + 1) n, n the G-th part of all but the null block.
 
     The context is cut to what these blocks hold without two requests sharing one, and
-    so that a request's drafts after this step still fit ``max_model_len``; a step for
-    which nothing is left runs without context. Not mended by that: a cache of 39 blocks
-    (`docs/notes/vllm_033.md`).
+    so that a request's drafts after this step still fit ``max_model_len``. In a cache
+    too small for that the step has no context and requests share their group's blocks:
+    left at the null block, as by vLLM, the groups would meet there.
     """
     tables = input_block_tables or block_tables.input_block_tables
     share = (num_kv_blocks - 1) // max(len(tables), 1)
-    each = share // batch.num_reqs
-    if not each or not tables:
+    if not context_len or not share:
         return
+    requests = batch.num_reqs
     width = batch.max_query_len or int(batch.num_scheduled_tokens.max())
     sizes = block_tables.block_sizes
+    each = share // requests
     room = min(max_model_len - width, *(each * size for size in sizes)) - width
+    context = min(context_len, max(room, 0))
     _stock_dummy_context(
-        batch,
-        block_tables,
-        min(context_len, max(room, 0)),
-        share,
-        max_model_len,
-        input_block_tables,
+        batch, block_tables, context, share, max_model_len, input_block_tables
     )
-    context = int(batch.num_computed_tokens_np[0])
-    if not context:
-        return
     for group, (table, size) in enumerate(zip(tables, sizes, strict=True)):
         used = min(-(-(context + width) // size), table.shape[1])
-        table[: batch.num_reqs, :used] += 1 + group * share
+        blocks = torch.arange(requests * used, dtype=table.dtype, device=table.device)
+        blocks = 1 + group * share + blocks % share
+        table[:requests, :used] = blocks.view(requests, used)
+
+
+def clear_caches(layers: Iterable[Any]) -> None:
+    """Zero the memory of the layers' caches; nothing may be in them yet.
+
+    vLLM's kernel warm-ups leave KDA states in blocks that the pricing steps then read
+    as attention lines (seen: NaN in the first blocks, tiny-k3, H200, 2026-11-30).
+
+    Args:
+        layers: with ``kv_cache``, a tensor, or several, or nothing.
+    """
+    cleared = set()
+    for layer in layers:
+        held = getattr(layer, "kv_cache", ())
+        for cache in (held,) if isinstance(held, Tensor) else held or ():
+            storage = cache.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in cleared:
+                cleared.add(storage.data_ptr())
+                storage.fill_(0)
 
 
 def capture_ragged_decode() -> None:

@@ -357,6 +357,8 @@ class KdaKernel(KdaParts):
                 v_t = self.element(own_t + VALUE * KIND_BYTES)[0]
                 beta_t = self.element(base + self.betas_at + 4 * t)[0]
                 product_t = self.element(base + self.products_at + 4 * t)[0]
+                if const_expr(not self.fold):
+                    there = self.element(base + self.targets_at + 4 * t, Int32)[0]
                 a, k, q = [
                     [row[COLUMNS * n + j] for j in range(COLUMNS)] for n in range(3)
                 ]
@@ -395,7 +397,6 @@ class KdaKernel(KdaParts):
                         if not of_query:
                             ptx.store_shared_f32(own_t + OLD_U * KIND_BYTES, u_own)
                 if const_expr(not self.fold):
-                    there = self.element(base + self.targets_at + 4 * t, Int32)[0]
                     if there > 0:
                         self.store_state(state_at + state_pitch * there, s)
             cute.arch.sync_threads()
