@@ -68,6 +68,16 @@ INTEGER = {
     "mov.b64 %d21, {%r1, %r2}; add.s64 %d22, %d21, 1; mov.b64 {%r4, %r3}, %d22;": (
         lambda a, b: b + (a == -1)
     ),
+    # A register that is wider than what is loaded or stored.
+    "ld.global.b32 %d21, [%d10]; shr.u64 %d22, %d21, 4; cvt.u32.u64 %r3, %d22;": (
+        lambda a, b: (a & LOW) >> 4
+    ),
+    "ld.global.s32 %d21, [%d10]; shr.s64 %d22, %d21, 33; cvt.u32.u64 %r3, %d22;": (
+        lambda a, b: a >> 33
+    ),
+    "mov.b64 %d21, {%r1, %r2}; st.global.b32 [%d12], %d21; ld.global.b32 %r3, [%d12];": (
+        lambda a, b: a
+    ),
 }
 
 

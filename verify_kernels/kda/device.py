@@ -24,9 +24,7 @@ def dot(a, b, total=None):
 def over_lanes(values, offsets=(16, 8, 4, 2, 1)):
     """Sums over the warp, or over 16 lanes from offset 8 on, the same in all lanes."""
     for offset in offsets:
-        values = [
-            v + cute.arch.shuffle_sync_bfly(v, offset=offset) for v in values
-        ]
+        values = [v + cute.arch.shuffle_sync_bfly(v, offset=offset) for v in values]
     return values
 
 

@@ -63,11 +63,12 @@ def _places(warp: Warp, bits: int, address: tuple[int, int], lanes: Lanes) -> Ar
 
 
 def _register_kind(decoder: Decoder, text: str, kind: str) -> str:
-    """As what a register is seen that holds numbers narrower than itself."""
-    if kind not in _BYTES:
-        return kind
-    bits = decoder.registers[text][0] if text in decoder.registers else 32
-    return f"u{bits}"
+    """As what a register is seen that holds numbers narrower than itself; a load
+    extends them."""
+    if text in decoder.registers:
+        bits = decoder.registers[text][0]
+        return f"u{bits}" if kind in _BYTES or bits > BITS[kind] else kind
+    return "u32" if kind in _BYTES else kind
 
 
 def _load(decoder: Decoder, ins: Instruction) -> Decoded:
@@ -78,7 +79,7 @@ def _load(decoder: Decoder, ins: Instruction) -> Decoded:
     names = text.strip("{}").replace(" ", "").split(",")
     kinds = [_register_kind(decoder, name, kind) for name in names]
     targets = [(k, decoder.row(n, k)) for k, n in zip(kinds, names, strict=True)]
-    signed = np.dtype(_BYTES[kind]) if kind in ("s8", "s16") else None
+    signed = np.dtype(f"i{size}") if kind in ("s8", "s16", "s32") else None
     bits = 32 if space == "shared" else 64
     address = decoder.address(ins.operands[1], bits)
     registers = decoder.named(names)
@@ -148,7 +149,8 @@ def _store(decoder: Decoder, ins: Instruction) -> Decoded:
         warp.land(space=space)
         places = _places(warp, bits, address, lanes)
         values = np.stack([warp.rows[k][r] for k, r in sources], 1)
-        values = values.astype(dtype) if kind in _BYTES else values.view(dtype)
+        same = values.dtype.itemsize == size
+        values = values.view(dtype) if same else values.astype(dtype)
         if lanes is not None:
             values = values[lanes]
         if space == "shared":
