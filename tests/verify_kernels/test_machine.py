@@ -75,9 +75,8 @@ INTEGER = {
     "ld.global.s32 %d21, [%d10]; shr.s64 %d22, %d21, 33; cvt.u32.u64 %r3, %d22;": (
         lambda a, b: a >> 33
     ),
-    "mov.b64 %d21, {%r1, %r2}; st.global.b32 [%d12], %d21; ld.global.b32 %r3, [%d12];": (
-        lambda a, b: a
-    ),
+    "mov.b64 %d21, {%r1, %r2}; st.global.b32 [%d12], %d21;"
+    "ld.global.b32 %r3, [%d12];": lambda a, b: a,
 }
 
 

@@ -43,10 +43,8 @@ from verify_kernels.common import ptx
 from verify_kernels.kda.device import dot, over_lanes, sigmoid, sums_of_channels
 from verify_kernels.kda.parts import (
     COLUMNS,
-    DECAY,
     DIM,
     ENTRY_BYTES,
-    KEY,
     KIND_BYTES,
     LINE_BYTES,
     MAX_WIDTH,
@@ -389,16 +387,18 @@ class KdaKernel(KdaParts):
                     for j in cutlass.range_constexpr(COLUMNS):
                         n = COLUMNS * r + j
                         s[n] = cute.math.fma(u_t, k[j], s[n])
-                if part % self.span == 0:
-                    if of_query:
-                        place = own_t - self.vectors_at + self.outputs_at
-                        ptx.store_shared_f32(place, o_own)
-                    if const_expr(self.fold):
-                        if not of_query:
-                            ptx.store_shared_f32(own_t + OLD_U * KIND_BYTES, u_own)
+                place = own_t - self.vectors_at + self.outputs_at
+                if const_expr(self.fold):
+                    old_at = own_t + OLD_U * KIND_BYTES
+                    place = cutlass.select_(of_query, place, old_at)
+                    o_own = cutlass.select_(of_query, o_own, u_own)
+                    stores = part % self.span == 0
+                else:
+                    stores = of_query & (part % self.span == 0)
+                if stores:
+                    ptx.store_shared_f32(place, o_own)
                 if const_expr(not self.fold):
-                    if there > 0:
-                        self.store_state(state_at + state_pitch * there, s)
+                    self.store_snapshot(state_at, state_pitch, there, s)
             cute.arch.sync_threads()
             if const_expr(self.ctas > 1):
                 # The peers' barriers are there.

@@ -68,9 +68,10 @@ class KdaParts:
         self.ahead = self.each <= 2
         self.folds = 4 if self.ahead else 1
 
-        # Shared memory: barriers; beta of eight rows, the snapshots' slots, the products
-        # of key and query; the vectors; bf16 lines. The outputs take the place of the taps, and the new rows'
-        # u that of the old ones': two CTAs of a whole head fit an SM.
+        # Shared memory: barriers; beta of eight rows, the slots of snapshots, products
+        # of key and query; the vectors; bf16 lines. The outputs take the place of the
+        # taps, and the new rows' u that of the old ones': two CTAs of a whole head fit
+        # an SM.
         self.betas_at = 32
         self.targets_at = 64
         self.products_at = 96
@@ -205,6 +206,12 @@ class KdaParts:
             words = [ptx.float_bits(s[4 * i + j]) for j in range(4)]
             offset = VECTOR_BYTES * (i // 2) + 256 * (i % 2)
             ptx.store_global_128(address + offset, words)
+
+    @cute.jit
+    def store_snapshot(self, address, pitch, slot, s):
+        """The state to a slot, if there is one; ``address`` is of slot 0."""
+        if slot > 0:
+            self.store_state(address + pitch * slot, s)
 
     @cute.jit
     def four(self, columns, kind, row, i):
