@@ -113,8 +113,15 @@ def inputs(
     return padded(logits), bias
 
 
-def check(found: Routed, logits: Tensor, bias: Tensor, top_k: int) -> None:
-    """Ids and plan equal the reference's, weights are in their bound.
+def check(
+    found: Routed,
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    padding: Tensor | None = None,
+) -> None:
+    """Ids and plan equal the reference's, weights are in their bound; rows that pad
+    have none.
 
     A score's relative error, in units of 2^-24: the product by -log2 e has |x| (twice,
     for the constant), 2^x, 1 + 2^x and its inverse have 4, 1 and 2; the sum takes over
@@ -124,10 +131,12 @@ def check(found: Routed, logits: Tensor, bias: Tensor, top_k: int) -> None:
     num_experts = logits.shape[1]
     wanted, _ = reference.route(logits, bias, top_k, compute=torch.float32)
     ids = found.ids.cpu().long()
-    assert torch.equal(ids, wanted)
-    picked = logits.gather(1, ids).double()
+    live = torch.ones(len(ids), dtype=torch.bool) if padding is None else ~padding.cpu()
+    assert torch.equal(ids[live], wanted[live]) and (ids[~live] == -1).all()
+    picked = logits.gather(1, wanted).double()
     scores = torch.sigmoid(picked)
     exact = scores / scores.sum(1, keepdim=True) * SCALE
+    exact[~live] = 0
     weights = found.weights.cpu().double()
     assert torch.equal(torch.isnan(weights), torch.isnan(exact))
     finite = torch.where(torch.isfinite(picked), picked.abs(), 0.0)
@@ -149,12 +158,27 @@ def check_rows_alone(run: Run, form: Form, rows: int, picks: list[slice]) -> Non
             assert torch.equal(one, other[pick]), pick
 
 
-def on_gpu(logits: Tensor, bias: Tensor, form: Form, *, pdl: bool = True) -> Routed:
+def with_padding(rows: int) -> Tensor:
+    """bool [M]: some rows between others, and all of the last third."""
+    padding = torch.arange(rows) % 5 == 1
+    padding[-(rows // 3) :] = rows >= 3
+    return padding
+
+
+def on_gpu(
+    logits: Tensor,
+    bias: Tensor,
+    form: Form,
+    *,
+    padding: Tensor | None = None,
+    pdl: bool = True,
+) -> Routed:
     found = Routed.stale(*logits.shape, form[1], "cuda")
     if logits.device.type == "cpu":
         logits, bias = padded(logits.cuda()), bias.cuda()
     moe_route(
         *(logits, bias, form[1], found.plan, found.weights, found.ids),
+        padding=None if padding is None else padding.cuda(),
         routed_scale=SCALE,
         cut=form[2:],
         pdl=pdl,
@@ -173,6 +197,16 @@ def test_every_form_against_the_reference(form: Form, kind: str) -> None:
     for rows in (1, 2, 3, 8, 31, 33, 64):
         logits, bias = inputs(*form[:2], rows, kind, seed=rows)
         check(on_gpu(logits, bias, form), logits, bias, form[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", forms(), ids=name_of)
+def test_rows_that_pad_choose_nothing(form: Form) -> None:
+    for rows in (1, 2, 3, 8, 33, 64):
+        logits, bias = inputs(*form[:2], rows, "nan", seed=rows)
+        for padding in (with_padding(rows), torch.ones(rows, dtype=torch.bool)):
+            found = on_gpu(logits, bias, form, padding=padding)
+            check(found, logits, bias, form[1], padding)
 
 
 @pytest.mark.gpu
@@ -294,6 +328,12 @@ def test_no_rows_and_no_device() -> None:
             r"plan.experts is torch.int32 \(16,\)",
         ),
         ({"bias": torch.zeros(896, device="meta")}, "bias is on meta and logits on cp"),
+        ({"padding": torch.zeros(3)}, r"padding is torch.float32 \(3,\); .* \(3,\)"),
+        ({"padding": torch.zeros(4).bool()}, r"padding is torch.bool \(4,\)"),
+        (
+            {"padding": torch.zeros(6).bool()[::2]},
+            r"padding is on cpu with strides \(2",
+        ),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, Any], words: str) -> None:

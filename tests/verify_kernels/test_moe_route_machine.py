@@ -16,7 +16,7 @@ from verify_kernels.moe.host import Form, forms
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-ONE, FOUR, CLUSTER, LARGE, TINY = forms()
+ONE, CLUSTER, PAIR, LARGE, TINY = forms()
 #: Its clocks of 7168 lanes would take 600 MB.
 UNFOLLOWED = LARGE
 
@@ -27,6 +27,7 @@ def run(
     form: Form,
     seed: int = 0,
     edit: kernels.Edit = str,
+    padding: Tensor | None = None,
 ) -> Routed:
     found = Routed.stale(*logits.shape, form[1], "cpu")
     kernels.moe_route(
@@ -36,6 +37,7 @@ def run(
         found.plan,
         found.weights,
         found.ids,
+        padding=padding,
         routed_scale=SCALE,
         seed=seed,
         edit=edit,
@@ -47,7 +49,7 @@ def run(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("form", "rows"),
-    [(ONE, 1), (ONE, 3), (FOUR, 3), (CLUSTER, 3), (TINY, 3), (TINY, 9)],
+    [(ONE, 1), (ONE, 3), (PAIR, 3), (CLUSTER, 3), (TINY, 3), (TINY, 9)],
     ids=route_tests.name_of,
 )
 def test_every_kind_of_row(form: Form, rows: int, kind: str) -> None:
@@ -57,7 +59,7 @@ def test_every_kind_of_row(form: Form, rows: int, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "rows", "seeds"),
-    [(ONE, 2, 6), (FOUR, 8, 3), (CLUSTER, 8, 3), (LARGE, 64, 2), (TINY, 33, 2)],
+    [(ONE, 2, 6), (PAIR, 8, 3), (CLUSTER, 8, 3), (LARGE, 64, 2), (TINY, 33, 2)],
     ids=route_tests.name_of,
 )
 def test_schedules_give_the_same_bits(form: Form, rows: int, seeds: int) -> None:
@@ -71,7 +73,21 @@ def test_schedules_give_the_same_bits(form: Form, rows: int, seeds: int) -> None
             assert torch.equal(one, other), seed
 
 
-@pytest.mark.parametrize("form", [FOUR, TINY], ids=route_tests.name_of)
+@pytest.mark.parametrize(
+    ("form", "rows"), [(ONE, 1), (CLUSTER, 9), (TINY, 33)], ids=route_tests.name_of
+)
+def test_rows_that_pad_choose_nothing(form: Form, rows: int) -> None:
+    logits, bias = inputs(*form[:2], rows, "nan", seed=rows)
+    for padding in (
+        route_tests.with_padding(rows),
+        torch.ones(rows, dtype=torch.bool),
+        torch.zeros(rows, dtype=torch.bool),
+    ):
+        found = run(logits, bias, form, padding=padding)
+        route_tests.check(found, logits, bias, form[1], padding)
+
+
+@pytest.mark.parametrize("form", [PAIR, TINY], ids=route_tests.name_of)
 def test_rows_do_not_depend_on_batch_mates(form: Form) -> None:
     """Field case F40."""
     picks = [slice(0, 1), slice(2, 3), slice(1, 5)]
@@ -88,7 +104,7 @@ def test_one_expert_is_chosen_by_all_rows() -> None:
 def test_clusters_give_the_bits_of_one_cta() -> None:
     logits, bias = inputs(896, 16, 5, "plain", seed=7)
     first = run(logits, bias, ONE).bits()
-    for form in (FOUR, CLUSTER, LARGE):
+    for form in (PAIR, CLUSTER, LARGE):
         found = run(logits, bias, form).bits()
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), form
 

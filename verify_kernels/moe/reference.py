@@ -88,15 +88,16 @@ def expert_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids [M, K], distinct in a row, to which experts are needed and by which rows.
 
-    A pair is row * K + slot. Returns int32, with D distinct experts:
-    experts [E] in ascending order, -1 from D on; offsets [E + 1], where each one's
-    pairs begin, M K from D on; pairs [max_rows K] grouped by expert, rows ascending, -1
-    from M K on; counts [2], D and M K.
+    Rows of -1 are padding and need none; L are not. A pair is row * K + slot. Returns
+    int32, with D distinct experts: experts [E] in ascending order, -1 from D on;
+    offsets [E + 1], where each one's pairs begin, L K from D on; pairs [max_rows K]
+    grouped by expert, rows ascending, -1 from L K on; counts [2], D and L K.
     """
-    rows, top_k = ids.shape
+    top_k = ids.shape[1]
     users: dict[int, list[int]] = {}
     for pair, expert in enumerate(ids.flatten().tolist()):
-        users.setdefault(expert, []).append(pair)
+        if expert >= 0:
+            users.setdefault(expert, []).append(pair)
     used = sorted(users)
     pairs = [pair for expert in used for pair in users[expert]]
     starts = [0]
@@ -109,9 +110,9 @@ def expert_plan(
 
     return (
         words(used, num_experts, -1),
-        words(starts, num_experts + 1, rows * top_k),
+        words(starts, num_experts + 1, len(pairs)),
         words(pairs, max_rows * top_k, -1),
-        words([len(used), rows * top_k], 2, 0),
+        words([len(used), len(pairs)], 2, 0),
     )
 
 

@@ -13,7 +13,8 @@ the integers in the order of score + bias. No sort and no rounds of maxima:
                 them, 32 rows at a time, and count
 
 With several CTAs in a cluster the rows are dealt out to them; nothing of a row depends
-on that, on M or on another row. The weights' sum is a tree over the ranks.
+on that, on M or on another row. The weights' sum is a tree over the ranks. A row that
+pads a graph is told by a byte: it has no bits, its ids are -1 and its weights 0.
 
 Early loads: the bias.
 """
@@ -102,6 +103,7 @@ class RouteKernel:
     parameters = (
         "logits",
         "bias",
+        "padding",
         "weights",
         "ids",
         "experts",
@@ -157,6 +159,7 @@ class RouteKernel:
         self,
         logits: cute.Tensor,
         bias: cute.Tensor,
+        padding: cute.Tensor,
         weights: cute.Tensor,
         ids: cute.Tensor,
         experts: cute.Tensor,
@@ -164,11 +167,22 @@ class RouteKernel:
         pairs: cute.Tensor,
         counts: cute.Tensor,
         scale: Float32,
+        told: Int32,
         pdl: Int32,
         stream,
     ):
         self.kernel(
-            logits, bias, weights, ids, experts, offsets, pairs, counts, scale
+            logits,
+            bias,
+            padding,
+            weights,
+            ids,
+            experts,
+            offsets,
+            pairs,
+            counts,
+            scale,
+            told,
         ).launch(
             grid=[self.ctas, 1, 1],
             block=[self.across, self.slots, 1],
@@ -186,6 +200,7 @@ class RouteKernel:
         self,
         logits: cute.Tensor,
         bias: cute.Tensor,
+        padding: cute.Tensor,
         weights: cute.Tensor,
         ids: cute.Tensor,
         experts: cute.Tensor,
@@ -193,6 +208,7 @@ class RouteKernel:
         pairs: cute.Tensor,
         counts: cute.Tensor,
         scale: Float32,
+        told: Int32,
     ):
         rank, _, _ = cute.arch.block_idx()
         across, slot, _ = cute.arch.thread_idx()
@@ -232,6 +248,9 @@ class RouteKernel:
             row = (turn << self.step_bits) + slot * self.ctas + rank
             keys = [Int32(NONE) for _ in range(4)]
             scores = [Float32(0.0) for _ in range(4)]
+            live = row < rows
+            if live & (told != 0):
+                live = padding[row] == 0
             if (row < rows) & real:
                 place = Int64(4) * logits.stride[0] * row + Int64(16) * column
                 words = ptx.load_global_128(logits.iterator.toint() + place)
@@ -246,9 +265,9 @@ class RouteKernel:
             self.rank(count, mine, warp, lane)
             cute.arch.sync_threads()
             if row < rows:
-                self.send_bits(keys, mine, base, row, across, lane)
+                self.send_bits(keys, mine, base, row, live, across, lane)
                 if warp == 0:
-                    self.weigh(mine, base, row, lane, weights, ids, scale)
+                    self.weigh(mine, base, row, live, lane, weights, ids, scale)
 
         if const_expr(self.ctas == 1):
             cute.arch.sync_threads()
@@ -392,14 +411,15 @@ class RouteKernel:
                     self.put(mine + self.last_at + 4, expert)
 
     @cute.jit
-    def send_bits(self, keys, mine, base, row, across, lane):
+    def send_bits(self, keys, mine, base, row, live, across, lane):
         """Which of a warp's experts are chosen: bit lane of word v is 4 lane + v."""
         last = self.word(mine + self.last_at)[0]
         last_expert = self.word(mine + self.last_at + 4)[0]
         votes = []
         for v in cutlass.range_constexpr(4):
             before = 4 * across + v <= last_expert
-            votes.append((keys[v] > last) | ((keys[v] == last) & before))
+            chosen = (keys[v] > last) | ((keys[v] == last) & before)
+            votes.append(chosen & live)
         votes = ballots(votes)
         place = base + self.bits_at + 16 * (row * self.warps + (across >> 5))
         if lane == 0:
@@ -416,7 +436,7 @@ class RouteKernel:
             ptx.store_remote_f32x4(place, values, base, Int32(0))
 
     @cute.jit
-    def weigh(self, mine, base, row, lane, weights, ids, scale):
+    def weigh(self, mine, base, row, live, lane, weights, ids, scale):
         """A row's weights and ids, by one warp."""
         place = mine + self.chosen_at + 4 * (lane & (self.top_k - 1))
         expert = self.word(place)[0]
@@ -427,10 +447,12 @@ class RouteKernel:
                 total, offset=self.top_k >> (step + 1)
             )
         if lane < self.top_k:
-            weights[row, lane] = score / total * scale
-            ids[row, lane] = expert
+            weight = score / total * scale
+            weights[row, lane] = cutlass.select_(live, weight, Float32(0.0))
+            ids[row, lane] = cutlass.select_(live, expert, Int32(-1))
         if lane < self.top_k // 4:
             four = ptx.load_shared_128(mine + self.chosen_at + 16 * lane)
+            four = [cutlass.select_(live, word, Int32(-1)) for word in four]
             there = base + self.ids_at + 4 * self.top_k * row + 16 * lane
             self.send(there, four, base)
 
@@ -488,19 +510,20 @@ class RouteKernel:
         cute.arch.sync_threads()
 
         thread = slot * self.across + across
-        chosen = rows << self.k_bits
+        chosen = total & 0xFFFF
         used = total >> 16
-        for pair in cutlass.range(thread, chosen, self.threads, unroll=1):
+        for pair in cutlass.range(thread, rows << self.k_bits, self.threads, unroll=1):
             expert = self.word(base + self.ids_at + 4 * pair)[0]
-            offset, first, second, _ = ptx.load_shared_128(
-                base + self.slots_at + 16 * expert
-            )
-            row = pair >> self.k_bits
-            below = (Int32(1) << (row & 31)) - 1
-            late = row >= 32
-            first = cutlass.select_(late, first, first & below)
-            second = cutlass.select_(late, second & below, Int32(0))
-            pairs[offset + ones([first, second])] = pair
+            if expert >= 0:
+                offset, first, second, _ = ptx.load_shared_128(
+                    base + self.slots_at + 16 * expert
+                )
+                row = pair >> self.k_bits
+                below = (Int32(1) << (row & 31)) - 1
+                late = row >= 32
+                first = cutlass.select_(late, first, first & below)
+                second = cutlass.select_(late, second & below, Int32(0))
+                pairs[offset + ones([first, second])] = pair
         for four in cutlass.range(thread, self.experts // 4, self.threads, unroll=1):
             listed = ptx.load_shared_128(base + self.used_at + 16 * four)
             starts = ptx.load_shared_128(base + self.starts_at + 16 * four)

@@ -206,6 +206,7 @@ def moe_route(
     weights: Tensor,
     ids: Tensor,
     *,
+    padding: Tensor | None = None,
     routed_scale: float = 1.0,
     seed: int = 0,
     edit: Edit = str,
@@ -221,8 +222,12 @@ def moe_route(
         ),
         tensor_argument(memory.add(bias, "bias")),
     ]
+    # A launch without padding is given something else, which it must not read.
+    told = torch.full(rows, 7, dtype=torch.uint8) if padding is None else padding
+    address = memory.add(told.view(torch.uint8), "padding", dynamic=True)
+    parameters.append(tensor_argument(address, rows))
     outputs = {"weights": weights, "ids": ids, **vars(plan)}
-    for name in kernel.parameters[2:]:
+    for name in kernel.parameters[3:]:
         address = memory.add(outputs[name], name, dynamic=True, writable=True)
         parameters.append(
             tensor_argument(address, rows if outputs[name].ndim == 2 else ())
@@ -230,7 +235,11 @@ def moe_route(
     launch(
         edit(ptx),
         memory,
-        [*parameters, np.float32(routed_scale).tobytes()],
+        [
+            *parameters,
+            np.float32(routed_scale).tobytes(),
+            np.int32(padding is not None).tobytes(),
+        ],
         grid=(kernel.ctas, 1, 1),
         block=(kernel.across, kernel.slots, 1),
         cluster=(kernel.ctas, 1, 1),
