@@ -12,8 +12,10 @@ KEY = "dspark_k3"
 
 Side = Literal["ours", "stock"]
 #: What the K3 executor can run either way, by sublayer. kda_core is the part of kda
-#: between its projections: decay projection, convolution, recurrence and gated norm.
-OPS = ("attn_res", "kda", "kda_core", "mla", "moe", "dense", "lm_head")
+#: between its projections: decay projection, convolution, recurrence and gated norm;
+#: moe_route the part of moe that chooses experts.
+OPS = ("attn_res", "kda", "kda_core", "mla", "moe", "moe_route", "dense", "lm_head")
+PARTS = {"kda_core": "kda", "moe_route": "moe"}
 SIDES = ("ours", "stock")
 
 
@@ -33,7 +35,7 @@ class Settings:
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
             which of them a difference comes from; what is not named is ours. A stock
-            kda has a stock kda_core.
+            kda has a stock kda_core, a stock moe a stock moe_route.
         pdl: with ``target``, launch our kernels as programmatic dependents.
     """
 
@@ -96,11 +98,13 @@ def _read_ops(given: Any) -> Mapping[str, Side]:
             )
         if side not in SIDES:
             raise ValueError(f"{where}[{name!r}]={side!r}: must be 'ours' or 'stock'")
-    if given.get("kda") == "stock":
-        if given.get("kda_core") == "ours":
+    for part, whole in PARTS.items():
+        if given.get(whole) != "stock":
+            continue
+        if given.get(part) == "ours":
             raise ValueError(
-                f"{where} sets kda_core to 'ours' and kda, which it is a part of, to "
-                "'stock': take kda_core out, or set kda to 'ours'"
+                f"{where} sets {part} to 'ours' and {whole}, which it is a part of, to "
+                f"'stock': take {part} out, or set {whole} to 'ours'"
             )
-        given = {**given, "kda_core": "stock"}
+        given = {**given, part: "stock"}
     return MappingProxyType({**_all_ours(), **given})

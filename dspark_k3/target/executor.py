@@ -20,6 +20,7 @@ counted where their metadata is built (`dspark_k3.target.state`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,8 +77,9 @@ class Layer:
             "kda" if kda else "mla", ours, layer.self_attn, settings
         )
         moe = layer.is_moe_layer
+        routed = functools.partial(Moe, route=settings.ours("moe_route"))
         self.mlp = _sublayer(
-            "moe" if moe else "dense", Moe if moe else Dense, layer.mlp, settings
+            "moe" if moe else "dense", routed if moe else Dense, layer.mlp, settings
         )
 
 

@@ -18,12 +18,15 @@ from dspark_k3.target.projections import without_kernel
 from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
+from verify_kernels.moe.host import FORMS as ROUTES
 
 #: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
 #: and sm_103a too, which nobody has run.
 CAPABILITIES = ((9, 0),)
 #: What gives the part of a KDA layer back that our kernel does not compute.
 STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
+#: The same for the choice of experts.
+STOCK_ROUTE = 'set "ops": {"moe_route": "stock"}'
 
 
 class UnsupportedTarget(ValueError):
@@ -146,6 +149,29 @@ def _kda(
         return None if good(value) else f"{setting}={value!r}"
 
     return failed
+
+
+def _routing(d: Deployment) -> str | None:
+    """What our routing kernel does not compute, if routing is ours."""
+    if _architecture(d) or not d.settings.ours("moe_route"):
+        return None
+    experts = getattr(d.text, "num_experts", None)
+    if experts is None:
+        return None
+    wanted = (
+        ("moe_router_activation_func", "sigmoid"),
+        ("moe_renormalize", True),
+        ("num_expert_group", 1),
+    )
+    found = [
+        f"{name}={value!r}"
+        for name, right in wanted
+        if (value := getattr(d.text, name, right)) != right
+    ]
+    top_k = d.text.num_experts_per_token
+    if (experts, top_k) not in ROUTES:
+        found.append(f"{top_k} of {experts} experts")
+    return ", ".join(found) or None
 
 
 def _window_layout(d: Deployment) -> str | None:
@@ -365,6 +391,7 @@ RULES: tuple[Rule, ...] = (
         STOCK_CORE,
     ),
     Rule("a bounded KDA decay", _kda("gate_lower_bound", _negative), STOCK_CORE),
+    Rule("routing that the kernel has", _routing, STOCK_ROUTE),
     Rule(
         "convolution windows with channels last",
         _window_layout,

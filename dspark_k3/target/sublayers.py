@@ -28,6 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.models.common.ops import fused_q_kv_rmsnorm
 from vllm.models.kimi_k3.nvidia.mla import _gate_sigmoid_mul
 
+from dspark_k3.target.route import Route
 from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.skinny_gemm import SkinnyGemm
@@ -230,15 +231,16 @@ class Dense:
 
 
 class Moe:
-    """Latent MoE: our projections around vLLM's routing and routed experts.
+    """Latent MoE: our projections and routing around vLLM's routed experts.
 
     Router and routing run on the main stream; the latent down-projection and then the
-    shared expert beside them on vLLM's side stream: routing is a chain of launches
-    that leave the memory idle (12 µs of 116 a layer; K3's widths, a TP 16 share, one
-    row, H200, 2026-11-30).
+    shared expert beside them on vLLM's side stream: routing leaves the memory idle.
+
+    Args:
+        route: the routing is ours, not vLLM's.
     """
 
-    def __init__(self, module: nn.Module, *, pdl: bool) -> None:
+    def __init__(self, module: nn.Module, *, pdl: bool, route: bool = True) -> None:
         runner, shared = module.experts, module.shared_experts
         if (
             runner.do_naive_dispatch_combine
@@ -259,6 +261,10 @@ class Moe:
         self._norm = module.routed_expert_norm
         self._up = Gemm(module.routed_expert_up_proj, pdl=pdl)
         self._side = Side(module._down_proj_stream)
+        self._route: Route | None = None
+        if route:
+            index_dtype = runner.routed_experts.quant_method.topk_indices_dtype
+            self._route = Route(runner.router, index_dtype, pdl=pdl)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         self._side.begin()
@@ -290,12 +296,15 @@ class Moe:
                 x=padded, router_logits=runner.router.prepare_monolithic_logits(logits)
             )
         else:
-            # vLLM's routing reads no more than the number of these rows.
-            weights, ids = runner.router.select_experts(
-                hidden_states=latent,
-                router_logits=logits,
-                topk_indices_dtype=experts.quant_method.topk_indices_dtype,
-            )
+            if self._route is not None:
+                weights, ids = self._route(logits)
+            else:
+                # vLLM's routing reads no more than the number of these rows.
+                weights, ids = runner.router.select_experts(
+                    hidden_states=latent,
+                    router_logits=logits,
+                    topk_indices_dtype=experts.quant_method.topk_indices_dtype,
+                )
             self._side.wait_for_mark()
             padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
             out = experts.forward_modular(x=padded, topk_weights=weights, topk_ids=ids)

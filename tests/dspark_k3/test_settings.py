@@ -19,9 +19,12 @@ def test_a_setting_is_read() -> None:
 
 
 def test_an_op_is_set_to_stock_and_the_others_stay_ours() -> None:
-    given = {"dspark_k3": {"target": True, "ops": {"moe": "stock"}}}
+    given: Any = {"dspark_k3": {"target": True, "ops": {"moe": "stock"}}}
     read = settings.read(given)
-    assert [op for op in settings.OPS if not read.ours(op)] == ["moe"]
+    assert [op for op in settings.OPS if not read.ours(op)] == ["moe", "moe_route"]
+    given["dspark_k3"]["ops"] = {"moe_route": "stock"}
+    read = settings.read(given)
+    assert [op for op in settings.OPS if not read.ours(op)] == ["moe_route"]
 
 
 def test_a_stock_kda_has_a_stock_core() -> None:
@@ -45,6 +48,10 @@ def test_a_stock_kda_has_a_stock_core() -> None:
         (
             {"target": True, "ops": {"kda": "stock", "kda_core": "ours"}},
             "sets kda_core to 'ours' and kda, which it is a part of, to 'stock'",
+        ),
+        (
+            {"target": True, "ops": {"moe": "stock", "moe_route": "ours"}},
+            "sets moe_route to 'ours' and moe, which it is a part of, to 'stock'",
         ),
         ({"ops": {"moe": "stock"}}, "sets ops without target"),
         ([1], r"\[1\]: must be an object"),

@@ -439,7 +439,7 @@ def test_moe_adds_routed_and_shared() -> None:
     module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
     routed, shared = routed_and_shared(module, hidden)
     up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
-    ours = sublayers.Moe(module, pdl=True)(hidden, torch.arange(3))
+    ours = sublayers.Moe(module, pdl=True, route=False)(hidden, torch.arange(3))
     assert torch.equal(ours, up + shared)
 
 
@@ -467,7 +467,7 @@ def test_a_rank_reduces_the_latent_before_its_norm_and_the_shared_rows(
     module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
     routed, shared = routed_and_shared(module, hidden)
     up = product(4 * routed, module.routed_expert_up_proj.weight).bfloat16()
-    ours = sublayers.Moe(module, pdl=True)(hidden, torch.arange(3))
+    ours = sublayers.Moe(module, pdl=True, route=False)(hidden, torch.arange(3))
     assert torch.equal(ours, up + 2 * shared)
     assert reduced == [(3, 12), (3, HIDDEN)]
 
@@ -514,7 +514,7 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
     module.routed_expert_norm = logged("norm", module.routed_expert_norm)
     shared = module.shared_experts
     shared.act_fn = logged("activation", shared.act_fn)
-    moe = sublayers.Moe(module, pdl=True)
+    moe = sublayers.Moe(module, pdl=True, route=False)
     for gemm in ("router", "down", "shared_down"):
         setattr(moe, f"_{gemm}", logged(gemm, getattr(moe, f"_{gemm}")))
     routed, rows = routed_and_shared(module, hidden)
@@ -552,7 +552,7 @@ def test_experts_with_their_own_reduction_are_refused(name: str, value: Any) -> 
     module = latent_moe()
     setattr(module.experts, name, value)
     with pytest.raises(ValueError, match=r'"ops": \{"moe": "stock"\}'):
-        sublayers.Moe(module, pdl=True)
+        sublayers.Moe(module, pdl=True, route=False)
 
 
 def test_dense_is_gate_up_activation_down() -> None:

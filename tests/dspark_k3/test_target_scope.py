@@ -29,6 +29,10 @@ def text_config(**changes: Any) -> SimpleNamespace:
         "mla_use_output_gate": True,
         "attn_res_block_size": 12,
         "num_experts": 896,
+        "num_experts_per_token": 16,
+        "num_expert_group": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
         "moe_intermediate_size": 3072,
         "num_shared_experts": 2,
         "routed_expert_hidden_size": 3584,
@@ -284,6 +288,18 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
         "gate_lower_bound=None",
     ),
     (
+        "routing that the kernel has",
+        [(TEXT, text_config(num_experts=640))],
+        {},
+        "16 of 640 experts",
+    ),
+    (
+        "routing that the kernel has",
+        [(TEXT, text_config(moe_renormalize=False, num_expert_group=8))],
+        {},
+        "moe_renormalize=False, num_expert_group=8",
+    ),
+    (
         "committed KDA states in vLLM's slots",
         [("cache_config.use_replayssm", True)],
         {},
@@ -400,6 +416,16 @@ def test_a_stock_core_serves_any_kda(monkeypatch: pytest.MonkeyPatch, op: str) -
     asked = {"target": True, "ops": {op: "stock"}}
     shape = linear(short_conv_kernel_size=3, gate_lower_bound=None)
     given = deployment((TEXT, shape), settings=settings.read({"dspark_k3": asked}))
+    assert scope.failures(given) == []
+
+
+@pytest.mark.parametrize("op", ["moe_route", "moe"])
+def test_stock_routing_serves_any_number_of_experts(op: str) -> None:
+    asked = {"target": True, "ops": {op: "stock"}}
+    given = deployment(
+        (TEXT, text_config(num_experts=640)),
+        settings=settings.read({"dspark_k3": asked}),
+    )
     assert scope.failures(given) == []
 
 
