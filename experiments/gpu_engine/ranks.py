@@ -55,6 +55,11 @@ def engine_arguments(tp: int) -> dict[str, Any]:
     return {"tensor_parallel_size": tp, "distributed_executor_backend": "mp"}
 
 
+def by_nccl(spec: EngineSpec) -> EngineSpec:
+    """The engine without vLLM's all-reduce over peer memory."""
+    return replace(spec, engine={**spec.engine, "disable_custom_all_reduce": True})
+
+
 def with_ports(
     specs: Sequence[EngineSpec], first: int = FIRST_PORT
 ) -> list[EngineSpec]:

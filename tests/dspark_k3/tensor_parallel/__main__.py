@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--layers", type=int, default=4, help="of K3, for the wide part (default 4)")
     add("--steps", type=int, default=cases.STEPS, help="steps compared (default 2000)")
     add("--minutes", type=float, default=9.0, help="stop after this (default 9)")
+    add("--nccl", action="store_true", help="no all-reduce over peer memory")
     add("--no-fork", action="store_true", help="start engines anew, not off this one")
     add("--commit", help="commit to record where git cannot tell")
     options = parser.parse_args(arguments)
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layers=options.layers,
         steps=options.steps,
         minutes=options.minutes,
+        nccl=options.nccl,
         commit=options.commit,
         start=fleet.launcher(not options.no_fork),
     )

@@ -168,6 +168,7 @@ def run(
     layers: int = 4,
     steps: int = cases.STEPS,
     minutes: float = 9.0,
+    nccl: bool = False,
     commit: str | None = None,
     start: fleet.Launch = fleet.launch,
     say: Say = lines.say,
@@ -182,6 +183,7 @@ def run(
             need.
         layers: of K3, for the wide part.
         steps: compared across ranks.
+        nccl: every all-reduce is NCCL's, none vLLM's over peer memory.
         commit: to record where git cannot tell.
         start: starts an engine's process.
         say: gets lines of progress.
@@ -200,6 +202,8 @@ def run(
             *(measure.spec(plan, out / "models") for plan in plans),
         ]
     )
+    if nccl:
+        specs = [ranks.by_nccl(spec) for spec in specs]
     of_small, of_wide = specs[: len(small)], specs[len(small) :]
     report = Report(out, tp, small, models, commit=commit, say=say, steps=steps)
     turns = Turns()

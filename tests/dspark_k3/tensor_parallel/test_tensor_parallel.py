@@ -26,6 +26,19 @@ from tests.experiments import fake_gpu
 
 TEXT = functools.cache(corpora.held_out_bytes)
 GPU = "NVIDIA H200"
+NAMES = {
+    "tp1-plain",
+    "fixed-k1",
+    "fixed-k4",
+    "fixed-k7",
+    "fixed-eager-k7",
+    "adaptive-k7",
+    "adaptive-k7 lengths same",
+    "adaptive-k7 lengths drift",
+    "fixed-k4 kill",
+    "fixed-k7 stop",
+    *(f"{of}-L4-ranks2-k{k}" for of in ("stock", "ours") for k in (0, 7)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +330,7 @@ class Engines:
         self.turns: list[str] = []
 
     def __call__(self, spec: EngineSpec, out: Path) -> Any:
+        fleet.write_spec(spec, out)
         if spec.name == self.dead:
             return fake_gpu.answer_with(spec, out, {"error": "RuntimeError: dead"})
         wide = spec.job == measure.JOB
@@ -390,6 +404,7 @@ def test_the_whole_run_holds_and_leaves_lines(tmp_path: Path) -> None:
     found = report(tmp_path, Engines())
     assert found.ok, found.verdicts
     judged = found.verdicts["cases"]
+    assert set(judged) == NAMES
     assert judged["tp1-plain"]["largest_gap"] == 0.03
     assert len(judged["tp1-plain"]["differences"]) == 1
     assert judged["fixed-k1"]["gates"] == {
@@ -414,6 +429,15 @@ def test_the_whole_run_holds_and_leaves_lines(tmp_path: Path) -> None:
     assert all(line["versions"]["vllm"] == "0.33.0" for line in written)
     assert all(line["shape"].get("ranks", 2) == 2 for line in written)
     assert json.loads((tmp_path / "verdicts.json").read_text()) == found.verdicts
+
+
+def test_nccl_alone_is_asked_of_every_engine(tmp_path: Path) -> None:
+    engines = Engines()
+    found = report(tmp_path, engines, parts=("small",), only="fixed-k1", nccl=True)
+    assert found.ok and set(found.verdicts["cases"]) == {"fixed-k1"}
+    for name in ("plain", "fixed-k1"):
+        spec = fleet.read_spec(name, tmp_path)
+        assert spec.engine["disable_custom_all_reduce"]
 
 
 def test_what_does_not_hold_is_red(tmp_path: Path) -> None:
