@@ -244,19 +244,29 @@ class Turns:
     def __init__(self) -> None:
         self.starting = 0
         self._holder: object | None = None
+        self._next: object | None = None
 
     def take(self, engine: object, *, quiet: bool) -> bool:
-        """Give ``engine`` the turn if it is free; for ``quiet`` no engine may be
-        starting meanwhile."""
-        if self._holder is not None or (quiet and self.starting):
+        """Give ``engine`` the turn if it is free.
+
+        For ``quiet`` no engine may be starting meanwhile; one that waits only for the
+        turn comes before all that are not quiet.
+        """
+        if quiet and self.starting:
             return False
-        self._holder = engine
+        if quiet and self._next is None:
+            self._next = engine
+        if self._holder is not None or self._next not in (None, engine):
+            return False
+        self._holder, self._next = engine, None
         return True
 
     def leave(self, engine: object) -> None:
-        """Give the turn back, if ``engine`` has it."""
+        """Give the turn back, if ``engine`` has it, and claim none."""
         if self._holder is engine:
             self._holder = None
+        if self._next is engine:
+            self._next = None
 
 
 class Wave:

@@ -18,7 +18,7 @@ from tests.dspark_k3.tensor_parallel import cases, verdict
 from tests.dspark_k3.tensor_parallel.cases import Models
 
 PARTS = ("small", "wide")
-START_LIMIT_S, SMALL_LIMIT_S, WIDE_LIMIT_S = 240.0, 240.0, 120.0
+START_LIMIT_S, SMALL_LIMIT_S, WIDE_LIMIT_S = 240.0, 240.0, 150.0
 GPU = "NVIDIA H200"
 
 Say = Callable[[str], None]

@@ -535,3 +535,17 @@ def test_a_quiet_turn_waits_for_engines_that_start() -> None:
     turns.leave("another")
     turns.leave("small")
     assert turns.take("wide", quiet=True)
+
+
+def test_a_quiet_engine_that_waits_is_next() -> None:
+    """Else a wave that never runs out of engines would keep the turn to itself."""
+    turns = fleet.Turns()
+    assert turns.take("small", quiet=False)
+    assert not turns.take("wide", quiet=True)
+    turns.leave("small")
+    assert not turns.take("other small", quiet=False)
+    assert turns.take("wide", quiet=True)
+    assert not turns.take("wider", quiet=True)
+    turns.leave("wide")
+    turns.leave("wider")
+    assert turns.take("other small", quiet=False)
