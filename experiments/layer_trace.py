@@ -66,7 +66,7 @@ def describe(
         found.append(
             f"  {kind} layer ({time.layers} of them): {time.span_us:.2f} µs span, "
             f"{time.busy_us:.2f} µs busy, {time.kernels:.1f} kernels, "
-            f"{time.copies:.1f} copies"
+            f"{time.copies:.1f} copies, {time.collective_us:.2f} µs of collectives"
         )
         found += _named(time.names, most)
     around = by_name([[*step.before, *step.after] for step in steps])

@@ -23,8 +23,9 @@ the forward as timed without the profiler,
 
     T' = T + (G / F) (1 s_dense + 68 s_kda + 24 s_mla - S)
 
-Drafting is not scaled: the drafter is whole. What this leaves out: collectives, and the
-saved blocks that AttnRes mixes in a deep model (``experiments.k3_shapes``).
+Drafting is not scaled: the drafter is whole. What this leaves out: collectives, unless
+``--ranks`` runs a group of ``--tp`` GPUs, and the saved blocks that AttnRes mixes in a
+deep model (``experiments.k3_shapes``).
 """
 
 from __future__ import annotations
@@ -232,7 +233,8 @@ def _profiles(
                 continue
             _file(scaled, plan, whole)
     common = recorder.provenance | {"layers": options.layers, "tp": options.tp}
-    how = f"TP {options.tp} share without collectives, dummy weights, spread routing"
+    of = "on as many GPUs" if options.ranks else "share without collectives"
+    how = f"TP {options.tp} {of}, dummy weights, spread routing"
     for target, found in points.items():
         stem = f"{options.out.stem}-{target}"
         depth = f"{options.layers} of {k3_shapes.K3_LAYERS} layers"

@@ -41,10 +41,11 @@ class K3ForCausalLM(KimiLinearForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._settings = asked
         if asked.target:
-            from dspark_k3.target import attention, graphs
+            from dspark_k3.target import agreement, attention, graphs
 
             attention.use_ragged_mla(self)
             graphs.capture_ragged_decode()
+            agreement.agree_on_lengths()
             # What tells vLLM's model state to build the executor.
             self.specialized_decode_config = asked
 

@@ -392,10 +392,14 @@ def _mix_arguments(
 
 
 def over_ranks(rows: Tensor) -> Tensor:
-    """The sum over the tensor-parallel ranks."""
+    """The sum over the tensor-parallel ranks.
+
+    vLLM hands a pointer and a count to NCCL, so what it sums must lie in one piece: a
+    latent that was padded for the experts' kernel does not.
+    """
     if get_tensor_model_parallel_world_size() == 1:
         return rows
-    return tensor_model_parallel_all_reduce(rows)
+    return tensor_model_parallel_all_reduce(rows.contiguous())
 
 
 def check_weight(layer: nn.Module) -> None:

@@ -192,50 +192,186 @@ def run(
     Raises:
         ValueError: ``parallel`` below 1, or a name that is used twice.
     """
-    if parallel < 1:
-        raise ValueError(f"parallel={parallel}: must be 1 or more")
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"engine names are not unique: {', '.join(sorted(names))}")
-    out.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        for end in ("ready", "go", "json"):
-            (out / f"{name}.{end}").unlink(missing_ok=True)
-    limits = (start_limit_s, job_limit_s)
-    waiting, outcomes = list(specs), {}
-    running: list[_Running] = []
+    wave = Wave(
+        specs,
+        out,
+        parallel=parallel,
+        exclusive=exclusive,
+        start_limit_s=start_limit_s,
+        job_limit_s=job_limit_s,
+        progress=progress,
+        start=start,
+    )
+    run_waves([[wave]])
+    return wave.outcomes()
+
+
+def run_waves(
+    lines: Sequence[Sequence[Wave]],
+    *,
+    deadline_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Run waves side by side; those of one line follow each other.
+
+    Names are unique over all of them if they share a folder. Returns False, with every
+    engine stopped, if ``deadline_s`` seconds were not enough.
+    """
+    waiting = [list(line) for line in lines]
+    until = None if deadline_s is None else clock() + deadline_s
     try:
-        while waiting or running:
-            if not exclusive or not running:
-                while waiting and len(running) < parallel:
-                    spec = waiting.pop(0)
-                    progress(f"{spec.name}: starting")
-                    running.append(_Running(spec, out, start(spec, out), limits))
-            for engine in list(running):
-                outcome = engine.poll()
-                if outcome is not None:
-                    running.remove(engine)
-                    outcomes[outcome.name] = outcome
-                    progress(_say(outcome))
-            _give_turns(running, exclusive, progress)
+        while waiting:
+            for line in waiting:
+                if not line[0].step():
+                    line.pop(0)
+            waiting = [line for line in waiting if line]
+            if waiting and until is not None and clock() > until:
+                return False
             time.sleep(POLL_S)
     finally:
-        for engine in running:
+        for wave in (wave for line in lines for wave in line):
+            wave.stop()
+    return True
+
+
+class Turns:
+    """The GPUs, for waves that share them: one of their engines at most has its turn.
+
+    Attributes:
+        starting: engines of all waves that have not started yet.
+    """
+
+    def __init__(self) -> None:
+        self.starting = 0
+        self._holder: object | None = None
+        self._next: object | None = None
+
+    def take(self, engine: object, *, quiet: bool) -> bool:
+        """Give ``engine`` the turn if it is free.
+
+        For ``quiet`` no engine may be starting meanwhile; one that waits only for the
+        turn comes before all that are not quiet.
+        """
+        if quiet and self.starting:
+            return False
+        if quiet and self._next is None:
+            self._next = engine
+        if self._holder is not None or self._next not in (None, engine):
+            return False
+        self._holder, self._next = engine, None
+        return True
+
+    def leave(self, engine: object) -> None:
+        """Give the turn back, if ``engine`` has it, and claim none."""
+        if self._holder is engine:
+            self._holder = None
+        if self._next is engine:
+            self._next = None
+
+
+class Wave:
+    """Engines that start together; see `run` for the arguments.
+
+    Args:
+        turns: shared with other exclusive waves; each engine waits for its turn there.
+        quiet: with ``turns``: a turn begins only when no engine of any wave starts.
+        ended: called with each outcome as it comes.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        out: Path,
+        *,
+        parallel: int,
+        exclusive: bool,
+        start_limit_s: float = 420.0,
+        job_limit_s: float = 240.0,
+        progress: Callable[[str], None] = print,
+        start: Launch = launch,
+        turns: Turns | None = None,
+        quiet: bool = False,
+        ended: Callable[[Outcome], None] = lambda outcome: None,
+    ) -> None:
+        if parallel < 1:
+            raise ValueError(f"parallel={parallel}: must be 1 or more")
+        self._names = [spec.name for spec in specs]
+        if len(set(self._names)) != len(self._names):
+            listed = ", ".join(sorted(self._names))
+            raise ValueError(f"engine names are not unique: {listed}")
+        out.mkdir(parents=True, exist_ok=True)
+        for name in self._names:
+            for end in ("ready", "go", "json"):
+                (out / f"{name}.{end}").unlink(missing_ok=True)
+        self._out = out
+        self._parallel = parallel
+        self._exclusive = exclusive
+        self._limits = (start_limit_s, job_limit_s)
+        self._progress = progress
+        self._start = start
+        self._turns = turns or Turns()
+        self._quiet = quiet
+        self._ended = ended
+        self._waiting = list(specs)
+        self._running: list[_Running] = []
+        self._starting: set[str] = set()
+        self._outcomes: dict[str, Outcome] = {}
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """Of the engines that have ended, in the order of their turns."""
+        found = self._outcomes
+        return {name: found[name] for name in self._names if name in found}
+
+    def step(self) -> bool:
+        """Do what there is to do now; False once every engine has ended."""
+        if not self._exclusive or not self._running:
+            while self._waiting and len(self._running) < self._parallel:
+                spec = self._waiting.pop(0)
+                self._progress(f"{spec.name}: starting")
+                process = self._start(spec, self._out)
+                self._running.append(_Running(spec, self._out, process, self._limits))
+                self._starting.add(spec.name)
+                self._turns.starting += 1
+        for engine in list(self._running):
+            outcome = engine.poll()
+            if outcome is not None or engine.ready:
+                self._has_started(engine)
+            if outcome is not None:
+                self._running.remove(engine)
+                self._turns.leave(engine)
+                self._outcomes[outcome.name] = outcome
+                self._progress(_say(outcome))
+                self._ended(outcome)
+        self._give_turns()
+        return bool(self._running or self._waiting)
+
+    def stop(self) -> None:
+        """End every engine that still runs; none starts any more."""
+        self._waiting.clear()
+        for engine in self._running:
             engine.stop()
-    return {name: outcomes[name] for name in names}
+            self._has_started(engine)
+            self._turns.leave(engine)
+        self._running.clear()
 
+    def _has_started(self, engine: _Running) -> None:
+        if engine.spec.name in self._starting:
+            self._starting.remove(engine.spec.name)
+            self._turns.starting -= 1
 
-def _give_turns(
-    running: Sequence[_Running], exclusive: bool, progress: Callable[[str], None]
-) -> None:
-    if exclusive and not all(engine.ready for engine in running):
-        return
-    for engine in running:
-        if engine.ready and not engine.going:
-            engine.go()
-            progress(f"{engine.spec.name}: started in {engine.start_s:.0f} s, its turn")
-        if exclusive:
+    def _give_turns(self) -> None:
+        if self._exclusive and not all(engine.ready for engine in self._running):
             return
+        for engine in self._running:
+            if engine.ready and not engine.going and self._may_go(engine):
+                engine.go()
+                seconds = f"{engine.start_s:.0f} s"
+                self._progress(f"{engine.spec.name}: started in {seconds}, its turn")
+            if self._exclusive:
+                return
+
+    def _may_go(self, engine: _Running) -> bool:
+        return not self._exclusive or self._turns.take(engine, quiet=self._quiet)
 
 
 class _Running:

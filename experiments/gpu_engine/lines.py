@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import k3_shapes, results
-from experiments.gpu_engine import fleet, measure
+from experiments.gpu_engine import fleet, measure, ranks
 from experiments.gpu_engine.segment import (
     LayerTime,
     Step,
@@ -27,6 +28,12 @@ NOTE = (
     "one rank's share without its collectives, dummy weights with spread routing "
     "(experiments/gpu_engine/spread.py), temperature 1, synthetic acceptance"
 )
+NOTE_OF_RANKS = (
+    "the whole width on {tp} GPUs of one host, rank 0's times, ranks aligned before "
+    "each step, all-reduce by vLLM over peer memory or NCCL, no NVLink multicast and "
+    "no FlashInfer; dummy weights with spread routing "
+    "(experiments/gpu_engine/spread.py), temperature 1, synthetic acceptance"
+)
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +41,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layers", type=int, required=True, help="depth of the model, 4 to 93")
     add("--tp", type=int, default=16, help="tensor-parallel share (default 16)")
+    add("--ranks", action="store_true", help="run on --tp GPUs, not one rank's share")
     add("--target", type=names, default=measure.TARGETS, help="stock,ours (default)")
     add("--block-size", type=int, default=k3_shapes.BLOCK_SIZE, help="of AttnRes")
     add("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
@@ -83,6 +91,7 @@ def plans(
             block_size=options.block_size,
             prompt=options.prompt,
             gpu=options.steps,
+            ranks=options.ranks,
         )
         for k in drafts
         for target in options.target
@@ -101,6 +110,9 @@ def run(
     parallel = options.parallel or measure.engines_at_once(wanted)
     say(f"{len(wanted)} engines, {parallel} at a time; logs in {options.work}")
     specs = [measure.spec(plan, options.work / "models") for plan in wanted]
+    if options.ranks:
+        ranks.check_environment(os.environ)
+        specs = ranks.with_ports(specs)
     return fleet.run(
         specs,
         options.work,
@@ -156,7 +168,7 @@ def add_point(
 ) -> None:
     """Lines for the times of one batch size of an engine."""
     shape = {key: plan[key] for key in ("layers", "tp", "k", "block_size", "prompt")}
-    shape |= {"batch": point["batch"], "rows": point["rows"]}
+    shape |= {"batch": point["batch"], "rows": point["rows"], **_group(plan)}
     gates = {
         "graph": point["graph"],
         "rows_as_asked": point["executed_rows"] == point["rows"],
@@ -182,13 +194,23 @@ def add_point(
             unit=unit,
             gates=gates,
             spread=point.get(spread),
-            note=NOTE if metric != "distinct_experts" else _by_layer(point),
+            note=note(plan)
+            + (_by_layer(point) if metric == "distinct_experts" else ""),
         )
+
+
+def note(plan: Mapping[str, Any]) -> str:
+    """What a figure of a plan's engine is of."""
+    return NOTE_OF_RANKS.format(tp=plan["tp"]) if plan.get("ranks") else NOTE
+
+
+def _group(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ranks": plan["tp"]} if plan.get("ranks") else {}
 
 
 def _by_layer(point: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{count:.0f}" for count in point["distinct_by_layer"])
-    return f"{NOTE}; by MoE layer {counts}"
+    return f"; by MoE layer {counts}"
 
 
 def add_layers(
@@ -205,6 +227,8 @@ def add_layers(
             "layer_busy_us": (time.busy_us, "us"),
             "layer_kernels": (time.kernels, "kernels"),
         }
+        if plan.get("ranks"):
+            values["layer_collective_us"] = (time.collective_us, "us")
         for metric, (value, unit) in values.items():
             recorder.add(
                 metric,
@@ -216,11 +240,13 @@ def add_layers(
                     **{key: plan[key] for key in ("layers", "tp", "k", "block_size")},
                     "batch": point["batch"],
                     "rows": point["rows"],
+                    **_group(plan),
                 },
                 gpu=gpu,
                 unit=unit,
                 gates={"graph": point["graph"]},
-                note=f"{NOTE}; under the profiler, median of {time.layers} layers",
+                note=f"{note(plan)}; under the profiler, median of {time.layers} "
+                "layers",
             )
             if metric == "layer_kernels":
                 recorder.lines[-1]["kernels"] = list(time.names)

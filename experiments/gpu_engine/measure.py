@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import k3_shapes
+from experiments.gpu_engine import ranks
 from experiments.gpu_engine.fleet import EngineSpec
 
 JOB = "experiments.gpu_engine.measure:job"
@@ -44,6 +45,7 @@ class Plan:
 
     ``layers``, ``tp``, ``block_size``: `experiments.k3_shapes`. ``k``: drafts. ``gpu``,
     ``wall``, ``trace``, ``experts``: steps of each kind. ``trace_dir``: for the traces.
+    ``ranks``: the whole model on ``tp`` GPUs, not one rank's share on one.
     """
 
     target: str
@@ -58,11 +60,18 @@ class Plan:
     wall: int = 120
     trace: int = 6
     experts: int = 4
+    ranks: bool = False
 
     @property
     def name(self) -> str:
-        """Names files: target, depth, share and draft length."""
-        return f"{self.target}-L{self.layers}-tp{self.tp}-k{self.k}"
+        """Names files: target, depth, share or group, and draft length."""
+        how = "ranks" if self.ranks else "tp"
+        return f"{self.target}-L{self.layers}-{how}{self.tp}-k{self.k}"
+
+    @property
+    def share(self) -> int:
+        """What the model's configuration is divided by."""
+        return 1 if self.ranks else self.tp
 
     @property
     def acceptance_length(self) -> float:
@@ -100,9 +109,9 @@ def spec(plan: Plan, models: Path) -> EngineSpec:
     """
     check(plan)
     drafted = plan.k > 0
-    stem = f"L{plan.layers}-tp{plan.tp}"
+    stem = f"L{plan.layers}-tp{plan.share}"
     target = k3_shapes.write(
-        k3_shapes.target_config(plan.layers, plan.tp, plan.block_size),
+        k3_shapes.target_config(plan.layers, plan.share, plan.block_size),
         models / f"k3-{stem}-b{plan.block_size}",
     )
     engine: dict[str, Any] = {
@@ -124,7 +133,7 @@ def spec(plan: Plan, models: Path) -> EngineSpec:
         engine["additional_config"] = {"dspark_k3": {"target": True}}
     if drafted:
         drafter = k3_shapes.write(
-            k3_shapes.drafter_config(plan.layers, plan.tp), models / f"draft-{stem}"
+            k3_shapes.drafter_config(plan.layers, plan.share), models / f"draft-{stem}"
         )
         engine["speculative_config"] = {
             "method": "dspark",
@@ -134,12 +143,17 @@ def spec(plan: Plan, models: Path) -> EngineSpec:
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": plan.acceptance_length,
         }
+    environment: dict[str, str] = {}
+    if plan.ranks:
+        engine |= ranks.engine_arguments(plan.tp)
+        environment = ranks.ENVIRONMENT
     options = {**asdict(plan), "batches": list(plan.batches)}
-    return EngineSpec(plan.name, engine, JOB, options)
+    return EngineSpec(plan.name, engine, JOB, options, environment)
 
 
 def engines_at_once(plans: Sequence[Plan], memory: float = 125e9) -> int:
-    """How many of the plans' engines fit on a GPU with ``memory`` bytes together."""
+    """How many of the plans' engines fit on a GPU with ``memory`` bytes together; a
+    rank holds as much as a share."""
     largest = max(
         k3_shapes.weight_bytes(plan.layers, plan.tp, plan.k > 0)
         + k3_shapes.cache_bytes(plan.layers, plan.tp)
@@ -154,14 +168,16 @@ def engines_at_once(plans: Sequence[Plan], memory: float = 125e9) -> int:
 def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Measure every batch size of a :class:`Plan`; runs in the engine's process."""
     plan = Plan(**{**options, "batches": tuple(options["batches"])})
-    vocabulary = k3_shapes.VOCAB // plan.tp
+    vocabulary = k3_shapes.VOCAB // plan.share
     generate(llm, plan, 1, 16, vocabulary)
     points = [_batch(llm, plan, batch, vocabulary) for batch in plan.batches]
+    counters = llm.collective_rpc("k3_counters")
     return {
         "plan": options,
         "versions": _versions(),
         "gpu": llm.collective_rpc("k3_gpu")[0],
-        "counters": llm.collective_rpc("k3_counters")[0],
+        "counters": counters[0],
+        "counters_agree": all(of_rank == counters[0] for of_rank in counters),
         "points": points,
     }
 
@@ -193,7 +209,7 @@ def _batch(llm: Any, plan: Plan, batch: int, vocabulary: int) -> dict[str, Any]:
         given = json.dumps({"mode": mode, **arguments})
         llm.collective_rpc("k3_start", args=(given,))
         generate(llm, plan, batch, steps, vocabulary)
-        taken = json.loads(llm.collective_rpc("k3_take")[0])
+        taken = of_ranks([json.loads(s) for s in llm.collective_rpc("k3_take")])
         return [s for s in taken if s["rows"] == rows and s["batch"] == batch]
 
     spin = SPIN_US
@@ -220,6 +236,21 @@ def _batch(llm: Any, plan: Plan, batch: int, vocabulary: int) -> dict[str, Any]:
         "spin_us": spin,
         "trace": str(trace) if any(s["traced"] for s in traced) else None,
     }
+
+
+def of_ranks(taken: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rank 0's steps; one was enqueued ahead if it was on every rank.
+
+    Raises ValueError when the ranks did not run the same number of steps.
+    """
+    counts = [len(steps) for steps in taken]
+    if len(set(counts)) > 1:
+        raise ValueError(f"ranks recorded {counts} steps: they do not run in step")
+    found = taken[0]
+    for index, step in enumerate(found):
+        if "queued" in step:
+            step["queued"] = all(steps[index]["queued"] for steps in taken)
+    return found
 
 
 def summary(

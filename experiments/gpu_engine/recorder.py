@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from experiments.gpu_engine import spread
+from experiments.gpu_engine import ranks, spread
 
 Mode = Literal["gpu", "wall", "trace", "experts"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -61,11 +61,17 @@ class Device(Protocol):
 
 
 class Cuda:
-    """:class:`Device` of the current CUDA device."""
+    """:class:`Device` of the current CUDA device.
 
-    def __init__(self) -> None:
+    Args:
+        align: makes the GPUs of a group wait for each other; called after each spin,
+            because their hosts begin a step at different times.
+    """
+
+    def __init__(self, align: Callable[[], None] | None = None) -> None:
         self._profiler: Any = None
         self._cycles_per_us = 0.0
+        self._align = align
 
     def event(self) -> Event:
         import torch
@@ -78,6 +84,8 @@ class Cuda:
         if not self._cycles_per_us:
             self._cycles_per_us = self._calibrate()
         torch.cuda._sleep(int(microseconds * self._cycles_per_us))
+        if self._align is not None:
+            self._align()
 
     def _calibrate(self) -> float:
         """Clock cycles a microsecond that ``torch.cuda._sleep`` counts."""
@@ -345,15 +353,23 @@ class StepRecorder:
     """
 
     def init_worker_extension(self) -> None:
-        """Fill dummy weights as ``spread`` says."""
+        """Fill dummy weights as ``spread`` says; no NVLink multicast."""
+        worker: Any = self
+        if worker.parallel_config.tensor_parallel_size > 1:
+            ranks.forbid_multicast()
         spread.register_loader()
 
     def k3_start(self, arguments: str) -> None:
-        """:meth:`Recorder.start` with keyword arguments as JSON."""
+        """:meth:`Recorder.start` with keyword arguments as JSON; the trace of a rank
+        above 0 goes beside rank 0's."""
         worker: Any = self
         if not hasattr(worker, "k3_recorder"):
-            worker.k3_recorder = Recorder(worker.model_runner, Cuda())
-        worker.k3_recorder.start(**json.loads(arguments))
+            device = Cuda(ranks.aligner())
+            worker.k3_recorder = Recorder(worker.model_runner, device)
+        given = json.loads(arguments)
+        if worker.rank and given.get("trace_path"):
+            given["trace_path"] += f".rank{worker.rank}"
+        worker.k3_recorder.start(**given)
 
     def k3_take(self) -> str:
         """:meth:`Recorder.take` as JSON."""

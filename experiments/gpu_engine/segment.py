@@ -32,6 +32,10 @@ from typing import NamedTuple
 
 SPIN = re.compile(r"spin_kernel")
 MIX = re.compile(r"_attn_res_kernel|AttnResKernel")
+#: What `ranks.aligner` launches after the spin.
+ALIGN = re.compile(r"AllReduce_Sum_f64")
+#: vLLM's all-reduce over peer memory, NCCL's kernels, FlashInfer's.
+COLLECTIVE = re.compile(r"cross_device_reduce|nccl|all_?(reduce|gather)", re.I)
 _KINDS = {"kernel": False, "gpu_memcpy": True, "gpu_memset": True}
 
 
@@ -93,6 +97,15 @@ class LayerTime:
     copies: float
     names: dict[str, Share]
 
+    @property
+    def collective_us(self) -> float:
+        """Microseconds that collectives add to a layer, waiting for others included."""
+        return sum(
+            share.added_us
+            for name, share in self.names.items()
+            if COLLECTIVE.search(name)
+        )
+
 
 def read_trace(path: Path) -> list[Kernel]:
     """The GPU's activities in a chrome trace of torch.profiler, in order of start.
@@ -122,7 +135,8 @@ def read_trace(path: Path) -> list[Kernel]:
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Kernels in order of start, cut at each spin kernel, which is left out.
+    """Kernels in order of start, cut at each spin kernel, which is left out, as is
+    what makes ranks wait for each other after it.
 
     What comes before the first spin belongs to no step and is left out too. Empty steps
     are dropped.
@@ -131,7 +145,7 @@ def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     for kernel in kernels:
         if SPIN.search(kernel.name):
             steps.append([])
-        elif steps:
+        elif steps and not ALIGN.search(kernel.name):
             steps[-1].append(kernel)
     return [step for step in steps if step]
 

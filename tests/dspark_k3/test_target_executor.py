@@ -460,6 +460,7 @@ def test_a_rank_reduces_the_latent_before_its_norm_and_the_shared_rows(
     reduced: list[tuple[int, ...]] = []
 
     def all_reduce(rows: Tensor) -> Tensor:
+        assert rows.is_contiguous()
         reduced.append(tuple(rows.shape))
         return rows + rows
 

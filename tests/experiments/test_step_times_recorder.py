@@ -122,6 +122,7 @@ class FakeLlm(recorder.StepRecorder):
         self.device = FakeDevice()
         self.model_runner = FakeRunner(self.device)
         self.k3_recorder = recorder.Recorder(self.model_runner, self.device)
+        self.rank = 0
         self.late = late
         self.spins: list[float] = []
 
