@@ -200,6 +200,22 @@ def mma_16816(a, b, c, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def mul_bf16x2(a, b, *, loc=None, ip=None):
+    """Products of two pairs of bf16, subnormal numbers included. Pure."""
+    i32 = T.i32()
+    out = asm(
+        i32,
+        [Int32(v).ir_value(loc=loc, ip=ip) for v in (a, b)],
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        effects=False,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(out)
+
+
+@dsl_user_op
 def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
     """Asynchronous copy of ``size`` bytes, global to shared, completing on ``barrier``.
 

@@ -6,6 +6,7 @@
 route.py (device code) -> host.py (plan, compiled forms, checks, launch).
 """
 
+from verify_kernels.moe.experts import ExpertBank, moe_experts
 from verify_kernels.moe.host import ExpertPlan, moe_route
 
-__all__ = ["ExpertPlan", "moe_route"]
+__all__ = ["ExpertBank", "ExpertPlan", "moe_experts", "moe_route"]

@@ -117,10 +117,12 @@ def forms() -> list[Form]:
 
 
 def variants() -> list[Variant]:
-    """The forms in `FORMS`. Programmatic launch is an argument, not a form."""
+    """The forms in `FORMS`, and the experts'. Programmatic launch is an argument, not a
+    form."""
+    from verify_kernels.moe import experts
     from verify_kernels.moe.route import RouteKernel
 
-    return [
+    routes = [
         Variant(
             op="moe",
             name=variant_name(*form),
@@ -132,6 +134,7 @@ def variants() -> list[Variant]:
         )
         for form in forms()
     ]
+    return [*routes, *experts.variants()]
 
 
 @functools.cache

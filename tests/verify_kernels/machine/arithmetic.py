@@ -165,9 +165,24 @@ def _shift(decoder: Decoder, ins: Instruction) -> Decoded:
     return _apply(_left if ins.head == "shl" else _right, out, value, by)
 
 
+def _product_of_pairs(a: Array, b: Array) -> Array:
+    """Of bf16 in both halves."""
+
+    def half(word: Array) -> Array:
+        return (word & np.uint32(0xFFFF0000)).view(np.float32)
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        high = bf16(half(a) * half(b))
+        low = bf16(half(a << np.uint32(16)) * half(b << np.uint32(16)))
+    return high << np.uint32(16) | low
+
+
 def _multiply(decoder: Decoder, ins: Instruction) -> Decoded:
     """mul and mad; with .wide or .hi through a type of twice the bits."""
     _, *form, kind = ins.opcode.split(".")
+    if kind == "bf16x2" and form == ["rn"]:
+        out, *pair = [("b32", decoder.row(o, "b32")) for o in ins.operands]
+        return _apply(_product_of_pairs, out, *pair)
     if form not in (["wide"], ["hi"]) or BITS.get(kind) != 32:
         return _elementwise(decoder, ins)
     double = f"{kind[0]}64"

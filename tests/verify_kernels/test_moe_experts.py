@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts' kernels: layout and checks anywhere, numbers on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verify_kernels.batch import MAX_ROWS
+from verify_kernels.dense.reference import situ
+from verify_kernels.moe import ExpertBank, ExpertPlan, layout, moe_experts, reference
+from verify_kernels.moe.experts import SHAPES, Shape
+from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
+
+#: Latent rows, weights of the choice, plan, bank, inner, out -> nothing.
+Run = Callable[[Tensor, Tensor, ExpertPlan, ExpertBank, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A rank's experts in the checkpoint's layout."""
+
+    gate: Mxfp4
+    up: Mxfp4
+    down: Mxfp4
+
+    def bank(self) -> ExpertBank:
+        return ExpertBank.of(self.gate, self.up, self.down)
+
+    def expert(self, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = (
+            dequantise(w[e], dtype) for w in (self.gate, self.up, self.down)
+        )
+        return gate, up, down
+
+
+def mxfp4(shape: tuple[int, ...], seed: int, device: str = "cpu") -> Mxfp4:
+    """All codes, scales from 2^-10 to 2^-5 and now and then 2^1 or 2^-127."""
+    g = torch.Generator(device).manual_seed(seed)
+    lead, k = shape[:-1], shape[-1]
+
+    def draw(low: int, high: int, size: tuple[int, ...]) -> Tensor:
+        return torch.randint(
+            low, high, size, generator=g, dtype=torch.uint8, device=device
+        )
+
+    scales = draw(117, 123, (*lead, k // 32))
+    rare = draw(0, 64, scales.shape)
+    scales[rare == 0] = 0
+    scales[rare == 1] = 128
+    return Mxfp4(draw(0, 256, (*lead, k // 2)), scales)
+
+
+def experts_of(shape: Shape, seed: int = 0, device: str = "cpu") -> Weights:
+    latent, inner, experts, _ = shape
+    return Weights(
+        mxfp4((experts, inner, latent), seed, device),
+        mxfp4((experts, inner, latent), seed + 1, device),
+        mxfp4((experts, latent, inner), seed + 2, device),
+    )
+
+
+def choice(
+    shape: Shape, rows: int, seed: int, spread: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Ids int64 [M, K], of ``spread`` experts only, and shares that add up to 1."""
+    _, _, experts, top_k = shape
+    g = torch.Generator().manual_seed(seed)
+    pool = torch.randperm(experts, generator=g)[: spread or experts]
+    order = torch.rand(rows, len(pool), generator=g).argsort(1)[:, :top_k]
+    shares = torch.rand(rows, top_k, generator=g) + 0.05
+    return pool[order], shares / shares.sum(1, keepdim=True)
+
+
+def plan_of(ids: Tensor, experts: int, device: str = "cpu") -> ExpertPlan:
+    made = reference.expert_plan(ids, experts, MAX_ROWS)
+    return ExpertPlan(*(tensor.to(device) for tensor in made))
+
+
+def latent_rows(shape: Shape, rows: int, seed: int) -> Tensor:
+    """Rows apart, with NaN between, a channel far out and one of zeros."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, shape[0], generator=g)
+    values[:, 7] *= 40
+    values[:, 11] = 0
+    buffer = torch.full((rows, shape[0] + 24), torch.nan, dtype=torch.bfloat16)
+    buffer[:, 8 : 8 + shape[0]] = values.bfloat16()
+    return buffer[:, 8 : 8 + shape[0]]
+
+
+def by_torch(
+    latent: Tensor, ids: Tensor, shares: Tensor, weights: Weights, dtype: torch.dtype
+) -> Tensor:
+    """The sum in ``dtype``; in fp32 with the roundings to bf16 that a model has."""
+    out = torch.zeros(latent.shape, dtype=dtype, device=latent.device)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        gate, up, down = weights.expert(expert, dtype)
+        row, slot = (ids == expert).nonzero(as_tuple=True)
+        z = latent[row].to(dtype)
+        h = situ(z @ gate.T, z @ up.T)
+        if dtype == torch.float32:
+            h = h.bfloat16().float()
+        out[row] += shares[row, slot].to(dtype)[:, None] * (h @ down.T)
+    return out.bfloat16().to(dtype) if dtype == torch.float32 else out
+
+
+def check(
+    run: Run, shape: Shape, rows: int, seed: int, spread: int | None = None
+) -> None:
+    """The error is at most twice that of plain torch; nothing else is written."""
+    weights = experts_of(shape, seed)
+    ids, shares = choice(shape, rows, seed, spread)
+    latent = latent_rows(shape, rows, seed)
+    found = result(run, shape, weights.bank(), latent, ids, shares)
+    exact = by_torch(latent, ids, shares, weights, torch.float64)
+    plain = by_torch(latent, ids, shares, weights, torch.float32).double()
+    scale = exact.square().mean(1, keepdim=True).sqrt()
+    ours, theirs = ((x.double() - exact) / scale for x in (found, plain))
+    assert ours.square().mean() <= 4 * theirs.square().mean()
+    assert ours.abs().max() <= 2 * theirs.abs().max()
+
+
+def result(
+    run: Run,
+    shape: Shape,
+    bank: ExpertBank,
+    latent: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    device: str = "cpu",
+) -> Tensor:
+    """What a run gives on the CPU; its workspace was NaN, and what lies between rows of
+    the output still is."""
+    rows, columns = latent.shape
+    inner = torch.full((MAX_ROWS * shape[3], shape[1]), torch.nan, device=device)
+    inner = inner.bfloat16()
+    buffer = torch.full((rows + 1, columns + 16), torch.nan, device=device).bfloat16()
+    out = buffer[:rows, 4 : 4 + columns]
+    run(latent, shares, plan_of(ids, shape[2], device), bank, inner, out)
+    assert torch.isfinite(out).all()
+    buffer = buffer.clone()
+    buffer[:rows, 4 : 4 + columns] = torch.nan
+    assert buffer.isnan().all()
+    unused = torch.ones(len(inner), dtype=torch.bool)
+    unused[(ids >= 0).flatten().nonzero().flatten()] = False
+    assert inner.cpu()[unused].isnan().all()
+    return out.cpu()
+
+
+def on_gpu(
+    latent: Tensor,
+    shares: Tensor,
+    plan: ExpertPlan,
+    bank: ExpertBank,
+    inner: Tensor,
+    out: Tensor,
+    *,
+    pdl: bool = True,
+) -> None:
+    moe_experts(latent, shares, plan, bank, inner, out, pdl=pdl)
+
+
+def moved(bank: ExpertBank, device: str) -> ExpertBank:
+    def there(tiles: layout.Tiles) -> layout.Tiles:
+        return layout.Tiles(tiles.words.to(device), tiles.scales.to(device))
+
+    return replace(bank, up=there(bank.up), down=there(bank.down))
+
+
+def test_a_tile_unpacks_to_its_weights() -> None:
+    """Every word's bits by the module's table, in numpy's arithmetic."""
+    weight = mxfp4((2, 32, 192), 3)
+    tiles = layout.pack(weight, 2)
+    assert tiles.words.shape == (2, 2, 2, 2, 128)
+    dense = dequantise(weight)
+    lane, j = torch.meshgrid(torch.arange(32), torch.arange(4), indexing="ij")
+    words = tiles.words.view(2, 2, 4, 32, 4).to(torch.int64) & 0xFFFFFFFF
+    scales = tiles.scales.view(2, 2, 2, 16, 2).to(torch.int64) & 0xFFFF
+    for (half, pair), places in layout.PLACES.items():
+        for column in range(2):
+            bits = [(words >> (place + 16 * column)) & 1 for place in places]
+            sign, top, middle, low = bits
+            magnitude = 4 * top + 2 * middle + low
+            grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+            value = grid[magnitude] * (1 - 2 * sign)
+            k = 16 * (lane % 4) + 4 * j + 2 * pair + column
+            row = lane // 4 + 8 * half
+            for t in range(3):
+                lanes = 2 * (lane // 4) + lane % 4 // 2
+                exponent = scales[:, :, t // 2, :, t % 2][:, :, lanes]
+                exponent = (exponent >> (8 * half)) & 0xFF
+                power = torch.pow(2.0, (exponent - layout.SHIFT - 127).double())
+                for block in range(2):
+                    right = dense[:, 16 * block + row, 64 * t + k]
+                    assert torch.equal(value[:, block, t] * power[:, block], right)
+    assert not words[:, :, 3].any()
+
+
+def test_gate_and_up_share_a_block() -> None:
+    gate, up = mxfp4((1, 16, 64), 1), mxfp4((1, 16, 64), 2)
+    both = layout.pack_gate_up(gate, up, 1)
+    for block in range(2):
+        rows = slice(8 * block, 8 * block + 8)
+        stacked = Mxfp4(
+            torch.cat((gate.packed[:, rows], up.packed[:, rows]), 1),
+            torch.cat((gate.scales[:, rows], up.scales[:, rows]), 1),
+        )
+        alone = layout.pack(stacked, 1)
+        assert torch.equal(both.words[:, block : block + 1], alone.words)
+        assert torch.equal(both.scales[:, block : block + 1], alone.scales)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (mxfp4((1, 8, 64), 0), "8 x 64; the kernels take multiples of 16 x 64"),
+        (mxfp4((1, 16, 96), 0), "16 x 96; the kernels take multiples"),
+        (
+            Mxfp4(
+                torch.zeros(1, 16, 32, dtype=torch.uint8),
+                torch.full((1, 16, 2), 129, dtype=torch.uint8),
+            ),
+            r"a scale byte is 129; .* up to 2\^1, byte 128",
+        ),
+    ],
+)
+def test_weights_that_the_kernels_do_not_take(weight: Mxfp4, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layout.pack(weight, 1)
+
+
+def arguments() -> dict[str, Any]:
+    shape = SHAPES[-1]
+    ids, shares = choice(shape, 3, 0)
+    return {
+        "latent": latent_rows(shape, 3, 0),
+        "shares": shares,
+        "plan": plan_of(ids, shape[2]),
+        "bank": experts_of(shape).bank(),
+        "inner": torch.empty(MAX_ROWS * shape[3], shape[1]).bfloat16(),
+    }
+
+
+def test_no_rows_and_no_device() -> None:
+    call = arguments()
+    empty = call | {"latent": call["latent"][:0], "shares": call["shares"][:0]}
+    assert moe_experts(**empty).shape == (0, 128)
+    with pytest.raises(ValueError, match="latent is on cpu; the kernels need a CUDA"):
+        moe_experts(**call)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"latent": torch.zeros(3, 128)}, r"latent is torch.float32 \(3, 128\)"),
+        ({"latent": torch.zeros(65, 128).bfloat16()}, "65 rows; at most 64"),
+        ({"latent": torch.zeros(3, 64).bfloat16()}, "64 columns; the experts take 128"),
+        (
+            {"latent": torch.zeros(3, 132).bfloat16()[:, :128]},
+            r"latent has strides \(132, 1\)",
+        ),
+        ({"shares": torch.zeros(3, 2)}, "2 of 16 experts of 128 x 64: no kernel"),
+        ({"shares": torch.zeros(2, 4)}, r"shares is torch.float32 \(2, 4\)"),
+        ({"inner": torch.zeros(256, 64)}, r"inner is torch.float32 \(256, 64\)"),
+        (
+            {"plan": ExpertPlan.allocate(896, 16, "cpu")},
+            r"plan.experts is torch.int32 \(896,\)",
+        ),
+        ({"out": torch.zeros(3, 128)}, r"out is torch.float32 \(3, 128\)"),
+        (
+            {"inner": torch.zeros(256, 64, device="meta").bfloat16()},
+            "inner is on meta and latent on cpu",
+        ),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        moe_experts(**arguments() | change)
+
+
+def some_experts(shape: Shape, seed: int, count: int = 64) -> ExpertBank:
+    """A bank on the GPU whose first ``count`` experts differ and then come again: a
+    checkpoint of this size would take minutes to draw and pack."""
+    latent, inner, experts, _ = shape
+    bank = experts_of((latent, inner, min(count, experts), 0), seed, "cuda").bank()
+    times = -(-experts // min(count, experts))
+
+    def again(tiles: layout.Tiles) -> layout.Tiles:
+        return layout.Tiles(
+            *(
+                x.repeat(times, *[1] * (x.dim() - 1))[:experts]
+                for x in (tiles.words, tiles.scales)
+            )
+        )
+
+    return replace(bank, up=again(bank.up), down=again(bank.down), experts=experts)
+
+
+#: One of K3's and a tiny one.
+GPU_SHAPES = [s for s in SHAPES if s[1] in (192, 384) or s[2] == 16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_against_torch(shape: Shape) -> None:
+    count = min(64, shape[2])
+    small = experts_of((*shape[:2], count, 0), 5, "cuda")
+    bank = some_experts(shape, 5)
+    for rows, spread in ((1, None), (2, None), (5, 20), (8, None), (9, 20), (64, None)):
+        spread = None if spread is None or spread > shape[2] else spread
+        ids, shares = choice(shape, rows, rows, spread)
+        latent = latent_rows(shape, rows, rows).cuda()
+        found = result(on_gpu, shape, bank, latent, ids, shares.cuda(), "cuda").cuda()
+        folded = ids.cuda() % count
+        exact = repeated(latent, folded, shares.cuda(), small, torch.float64)
+        plain = repeated(latent, folded, shares.cuda(), small, torch.float32).double()
+        scale = exact.square().mean(1, keepdim=True).sqrt()
+        ours, theirs = ((x.double() - exact) / scale for x in (found, plain))
+        assert ours.square().mean() <= 4 * theirs.square().mean(), rows
+        assert ours.abs().max() <= 2 * theirs.abs().max(), rows
+
+
+def repeated(
+    latent: Tensor, ids: Tensor, shares: Tensor, weights: Weights, dtype: torch.dtype
+) -> Tensor:
+    """`by_torch` where a row may have an expert twice."""
+    total = torch.zeros(latent.shape, dtype=dtype, device=latent.device)
+    for slot in range(ids.shape[1]):
+        one = slice(slot, slot + 1)
+        part = by_torch(latent, ids[:, one], shares[:, one], weights, torch.float64)
+        if dtype == torch.float32:
+            part = by_torch_unrounded(latent, ids[:, one], shares[:, one], weights)
+        total += part.to(dtype)
+    return total.bfloat16().to(dtype) if dtype == torch.float32 else total
+
+
+def by_torch_unrounded(
+    latent: Tensor, ids: Tensor, shares: Tensor, weights: Weights
+) -> Tensor:
+    """In fp32, h rounded, the sum not."""
+    out = torch.zeros(latent.shape, device=latent.device)
+    for expert in ids.unique().tolist():
+        gate, up, down = weights.expert(expert, torch.float32)
+        row, slot = (ids == expert).nonzero(as_tuple=True)
+        z = latent[row].float()
+        h = situ(z @ gate.T, z @ up.T).bfloat16().float()
+        out[row] += shares[row, slot][:, None] * (h @ down.T)
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_rows_do_not_depend_on_batch_mates(shape: Shape) -> None:
+    """Field case F40: each row alone and the first M of 64 for every M, bit for bit."""
+    bank = some_experts(shape, 6)
+    ids, shares = choice(shape, 64, 6, min(shape[2], 40))
+    latent, shares = latent_rows(shape, 64, 6).cuda(), shares.cuda()
+
+    def part(pick: slice) -> Tensor:
+        rows = (latent[pick], ids[pick], shares[pick].contiguous())
+        return result(on_gpu, shape, bank, *rows, "cuda")
+
+    whole = part(slice(0, 64))
+    for m in range(64):
+        assert torch.equal(part(slice(m, m + 1)), whole[m : m + 1]), m
+    for m in range(2, 64):
+        assert torch.equal(part(slice(0, m)), whole[:m]), m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_a_thousand_repeats_with_another_stream_busy(shape: Shape, pdl: bool) -> None:
+    bank = some_experts(shape, 7)
+    latent = latent_rows(shape, 64, 7).cuda()
+    inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
+    sizes = (1, 64, 2, 33, 8, 5, 16, 3)
+    cases = {}
+    for m in sizes:
+        ids, shares = choice(shape, m, m)
+        plan, shares = plan_of(ids, shape[2], "cuda"), shares.cuda()
+        wanted = moe_experts(latent[:m], shares, plan, bank, inner, pdl=False)
+        cases[m] = (plan, shares, wanted)
+    live, out = torch.empty_like(latent), torch.empty_like(latent)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    side = torch.cuda.Stream()
+    noise = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    sink = torch.empty_like(noise)
+    for i in range(1000):
+        if i % 4 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(noise, noise, out=sink)
+        m = sizes[i % len(sizes)]
+        plan, shares, wanted = cases[m]
+        live.fill_(torch.nan)
+        live[:m].copy_(latent[:m])
+        inner.fill_(torch.nan)
+        moe_experts(live[:m], shares, plan, bank, inner, out[:m], pdl=pdl)
+        wrong += (out[:m] != wanted).sum()
+    assert int(wrong) == 0

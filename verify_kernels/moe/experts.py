@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chosen experts on the GPU: weights, compiled forms, checks, launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify_kernels.batch import MAX_ROWS
+from verify_kernels.common.variant import Variant, cached, device_arch
+from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
+from verify_kernels.moe.host import ExpertPlan
+from verify_kernels.moe.layout import COLUMNS, ROWS, Tiles, pack, pack_gate_up, slots_of
+from verify_kernels.moe.mxfp4 import Mxfp4
+
+#: CTAs of the first half that an SM holds; warps that share K.
+CTAS_PER_SM = 2
+WARPS = 8
+#: Blocks of eight tokens that the second half is compiled for.
+BLOCKS = (1, 2, 4, 8)
+#: (latent, inner, experts, top_k): Kimi K3 by tensor-parallel degree, and a tiny model.
+SHAPES = (
+    *((3584, 3072 // tp, 896, 16) for tp in (1, 2, 4, 8, 16)),
+    (128, 128, 16, 4),
+    (128, 64, 16, 4),
+)
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class ExpertBank:
+    """A rank's routed experts, repacked (`verify_kernels.moe.layout`); static.
+
+    Attributes:
+        up: gate and up [E, 2 I, L].
+        down: [E, L, I].
+        latent, inner, experts: L, I and E.
+    """
+
+    up: Tiles
+    down: Tiles
+    latent: int
+    inner: int
+    experts: int
+
+    @classmethod
+    def of(cls, gate: Mxfp4, up: Mxfp4, down: Mxfp4) -> ExpertBank:
+        """From the checkpoint's layout: gate and up [E, I, L], down [E, L, I].
+
+        It needs as much memory again as they do while it runs, a few percent more after
+        it: scales are padded to what a lane reads at once.
+
+        Raises:
+            ValueError: the shapes do not belong together or the kernels do not take
+                them, or a scale is above 2^1.
+        """
+        from verify_kernels.moe.down import chunk_of
+
+        experts, inner, half = gate.packed.shape
+        latent = 2 * half
+        if tuple(down.packed.shape) != (experts, latent, inner // 2):
+            raise ValueError(
+                f"down is {tuple(down.packed.shape)} and gate "
+                f"{tuple(gate.packed.shape)}; they must be [E, L, I / 2] and "
+                "[E, I, L / 2]"
+            )
+        chunks = inner // COLUMNS // chunk_of(inner) if inner % COLUMNS == 0 else 1
+        return cls(
+            pack_gate_up(gate, up, WARPS),
+            pack(down, chunks),
+            latent,
+            inner,
+            experts,
+        )
+
+    def bytes(self) -> int:
+        """Of all weights and scales."""
+        return self.up.bytes() + self.down.bytes()
+
+
+def _fake(kind: Any, shape: tuple[Any, ...], pitch: Any = None, align: int = 16) -> Any:
+    import cutlass.cute.runtime as rt
+
+    if pitch is not None:
+        return rt.make_fake_tensor(kind, shape, (pitch, 1), assumed_align=align)
+    order = tuple(range(len(shape)))[::-1]
+    return rt.make_fake_compact_tensor(
+        kind, shape, stride_order=order, assumed_align=align
+    )
+
+
+def _plan(experts: int, top_k: int) -> list[Any]:
+    import cutlass
+
+    sizes = (experts, experts + 1, MAX_ROWS * top_k, 2)
+    return [_fake(cutlass.Int32, (size,)) for size in sizes]
+
+
+def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    run = -(-latent // COLUMNS // WARPS)
+    blocks = 2 * inner // ROWS
+    return (
+        _fake(cutlass.BFloat16, (cute.sym_int(), latent), cute.sym_int64()),
+        _fake(cutlass.Int32, (experts, blocks, WARPS, run, 128)),
+        _fake(cutlass.Int16, (experts, blocks, WARPS, 16, slots_of(run))),
+        *_plan(experts, top_k),
+        _fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner)),
+        cutlass.Float32(0.0),
+        cutlass.Float32(0.0),
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    from verify_kernels.moe.down import chunk_of
+
+    chunk = chunk_of(inner)
+    lead = (experts, latent // ROWS, inner // COLUMNS // chunk)
+    rows = cute.sym_int()
+    return (
+        _fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner)),
+        _fake(cutlass.Int32, (*lead, chunk, 128)),
+        _fake(cutlass.Int16, (*lead, 16, slots_of(chunk))),
+        _fake(cutlass.Float32, (rows, top_k)),
+        *_plan(experts, top_k),
+        _fake(cutlass.BFloat16, (rows, latent), cute.sym_int64(), 2),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def up_name(shape: Shape) -> str:
+    """Name of a first half; says all that its kernel is made from."""
+    latent, inner, experts, top_k = shape
+    return f"up_l{latent}_i{inner}_e{experts}_k{top_k}"
+
+
+def down_name(shape: Shape, blocks: int) -> str:
+    """Name of a second half."""
+    latent, inner, experts, top_k = shape
+    return f"down_l{latent}_i{inner}_e{experts}_k{top_k}_b{blocks}"
+
+
+def variants() -> list[Variant]:
+    """Both halves for every shape in `SHAPES`."""
+    from verify_kernels.moe.down import ExpertsDownKernel
+    from verify_kernels.moe.up import ExpertsUpKernel
+
+    found = []
+    for shape in SHAPES:
+        found.append(
+            Variant(
+                op="moe",
+                name=up_name(shape),
+                kernel=ExpertsUpKernel(*shape),
+                arguments=functools.partial(_up_arguments, *shape),
+                max_registers=128,
+                max_shared_bytes=113 * 1024,
+            )
+        )
+        found += [
+            Variant(
+                op="moe",
+                name=down_name(shape, blocks),
+                kernel=ExpertsDownKernel(*shape, blocks),
+                arguments=functools.partial(_down_arguments, *shape),
+                max_registers=255 if blocks > 1 else 128,
+                max_shared_bytes=113 * 1024,
+            )
+            for blocks in BLOCKS
+        ]
+    return found
+
+
+@functools.cache
+def _compiled(device: int, name: str) -> Callable[..., None]:
+    variant = next(v for v in variants() if v.name == name)
+    return cached(variant, device_arch(device))
+
+
+@functools.cache
+def _ctas(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return CTAS_PER_SM * int(properties.multi_processor_count)
+
+
+def _check(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], at: Any
+) -> None:
+    """Raise ValueError unless ``tensor`` is as given, contiguous and aligned."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} "
+            f"{shape}"
+        )
+    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} and address "
+            f"{tensor.data_ptr():#x}; it must be contiguous and begin at a multiple of "
+            "16 bytes: pass a contiguous copy"
+        )
+    if tensor.device != at:
+        raise ValueError(
+            f"{name} is on {tensor.device} and latent on {at}; all tensors must be on "
+            "one device"
+        )
+
+
+def moe_experts(
+    latent: Tensor,
+    shares: Tensor,
+    plan: ExpertPlan,
+    bank: ExpertBank,
+    inner: Tensor,
+    out: Tensor | None = None,
+    *,
+    beta: float = SITU_BETA,
+    linear_beta: float = SITU_LINEAR_BETA,
+    pdl: bool = True,
+) -> Tensor:
+    """This rank's weighted sum of the chosen experts; two launches.
+
+    The equations are in `verify_kernels.moe.reference` (`experts`): products of bf16
+    rows with the exact MXFP4 weights in fp32, SiTU rounded to bf16, the sum over the
+    experts in fp32 in a fixed order, rounded once. Every distinct expert's weights are
+    read once (up to eight of its rows at a time are held against them). A row's bits do
+    not depend on other rows or on M.
+
+    Args:
+        latent: bf16 [M, L], M = 0 .. 64; rows may lie apart, at multiples of 16 bytes.
+        shares: fp32 [M, K], the weights that `moe_route` gave.
+        plan: of the same rows. Rows without an expert give 0.
+        bank: static.
+        inner: bf16 [64 K, I], workspace; its rows are those of the pairs.
+        out: bf16 [M, L], rows may lie apart, or None to allocate it. No output may
+            share memory with another argument.
+        beta, linear_beta: of SiTU.
+        pdl: launch without waiting for earlier kernels to end; the kernels wait
+            themselves.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: for a shape, dtype, layout or device that the kernels do not take.
+    """
+    if latent.ndim != 2 or latent.dtype != torch.bfloat16:
+        raise ValueError(
+            f"latent is {latent.dtype} {tuple(latent.shape)}; it must be "
+            "torch.bfloat16 [M, L]"
+        )
+    rows, columns = latent.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"latent has {rows} rows; at most {MAX_ROWS}")
+    if columns != bank.latent:
+        raise ValueError(
+            f"latent has {columns} columns; the experts take {bank.latent}"
+        )
+    top_k = shares.shape[-1] if shares.ndim == 2 else 0
+    shape = (bank.latent, bank.inner, bank.experts, top_k)
+    if shape not in SHAPES:
+        raise ValueError(
+            f"{top_k} of {bank.experts} experts of {bank.latent} x {bank.inner}: no "
+            "kernel is compiled for them; SHAPES lists those that are, and "
+            "verify_kernels.moe.reference computes others"
+        )
+    if out is None:
+        out = latent.new_empty(rows, columns)
+    device = latent.device
+    integer = torch.int32
+    for name, tensor, dtype, wanted in (
+        ("shares", shares, torch.float32, (rows, top_k)),
+        ("plan.experts", plan.experts, integer, (bank.experts,)),
+        ("plan.offsets", plan.offsets, integer, (bank.experts + 1,)),
+        ("plan.pairs", plan.pairs, integer, (MAX_ROWS * top_k,)),
+        ("plan.counts", plan.counts, integer, (2,)),
+        ("inner", inner, torch.bfloat16, (MAX_ROWS * top_k, bank.inner)),
+    ):
+        _check(name, tensor, dtype, wanted, device)
+    for name, tensor, pitch in (("latent", latent, 8), ("out", out, 1)):
+        stride, last = tensor.stride()
+        if last != 1 or (rows > 1 and stride % pitch) or tensor.data_ptr() % 2 * pitch:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()} and address "
+                f"{tensor.data_ptr():#x}; its last dimension must be contiguous and "
+                f"rows start at multiples of {2 * pitch} bytes"
+            )
+    if out.dtype != torch.bfloat16 or tuple(out.shape) != (rows, columns):
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}; it must be torch.bfloat16 "
+            f"{(rows, columns)}"
+        )
+    if rows == 0:
+        return out
+    if device.type != "cuda":
+        raise ValueError(
+            f"latent is on {device}; the kernels need a CUDA device: move the tensors "
+            "there or use verify_kernels.moe.reference"
+        )
+    needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
+    _compiled(device.index, up_name(shape))(
+        latent,
+        bank.up.words,
+        bank.up.scales,
+        *needed,
+        inner,
+        beta,
+        linear_beta,
+        _ctas(device.index),
+        int(pdl),
+    )
+    blocks = next(b for b in BLOCKS if rows <= 8 * b)
+    _compiled(device.index, down_name(shape, blocks))(
+        inner, bank.down.words, bank.down.scales, shares, *needed, out, int(pdl)
+    )
+    return out
