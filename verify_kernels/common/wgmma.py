@@ -116,12 +116,13 @@ def multiply_async(
         "wgmma.fence.sync.aligned;",
     ]
     for s in range(steps):
+        adds = "yes" if s or not begin else "no"
         # No swizzle; the two core matrices of a step are neighbours.
         low = (2 * CORE_BYTES * s >> 4) + (CORE_BYTES >> 4 << 16)
         code += [
             f"add.s32 t, ${after + 1}, {low}; mov.b64 d, {{t, {tile_pitch >> 4}}};",
             f"wgmma.mma_async.sync.aligned.{shape} {{{_names('$', 0, count)}}}, "
-            f"{{{_names('a', 4 * s, 4)}}}, d, {'yes' if s or not begin else 'no'}, 1, 1, 0;",
+            f"{{{_names('a', 4 * s, 4)}}}, d, {adds}, 1, 1, 0;",
         ]
     code += [
         "wgmma.commit_group.sync.aligned;",
@@ -187,6 +188,4 @@ def multiply(weights, zero, address, lane, sums, total, tile_pitch, begin=True):
         tie = tie | ptx.float_bits(value)
     place = address + 4 * lane + (tie & zero)
     tiles = len(sums) // 4
-    return multiply_sync(
-        weights, zero, place, tiles, tile_pitch, () if begin else sums
-    )
+    return multiply_sync(weights, zero, place, tiles, tile_pitch, () if begin else sums)

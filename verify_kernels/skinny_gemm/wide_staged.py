@@ -37,7 +37,7 @@ from verify_kernels.skinny_gemm.wide_tiling import (
 
 #: Bytes of a warp's weights of 32 columns: two halves of eight rows.
 STEP_BYTES = 2 * CHUNK_BYTES
-#: Tiles by 32 columns of X that a warp has in registers while it brings them into order.
+#: Tiles by 32 columns of X in a warp's registers while it brings them into order.
 TOGETHER = 8
 
 
@@ -106,9 +106,7 @@ class StagedWideGemmKernel(WideGemmKernel):
         total.fill(-0.0)
         queue = self.queue()
         end = queue + t.depth * STEP_BYTES
-        at = queue + Int32(
-            Uint32(unit * t.slice_chunks) % t.depth * STEP_BYTES
-        )
+        at = queue + Int32(Uint32(unit * t.slice_chunks) % t.depth * STEP_BYTES)
         parts = t.slice_chunks // t.part_chunks
         stage, phase = Int32(0), Int32(0)
         if t.stages:
@@ -169,12 +167,12 @@ class StagedWideGemmKernel(WideGemmKernel):
 
     @cute.jit
     def free_part(self, stage, sums, zero):
-        """A warp's products of a part have been made: each sum needs all lanes' data,
-        and one of each tile all tiles'."""
+        """A warp's products of a part have been made: a sum needs all lanes' loads of
+        its tile, and with wgmma, which is waited for, everything."""
         done = ptx.float_bits(sums[0])
-        for value in sums[4::4]:
-            done = done | ptx.float_bits(value)
-        done = Int32(cute.arch.vote_any_sync(done != 0))
+        if const_expr(not wgmma.has_wgmma()):
+            for value in sums[4::4]:
+                done = done | ptx.float_bits(value)
         with cute.arch.elect_one():
             ptx.arrive_after(self.x_free(stage), done, zero)
 

@@ -32,10 +32,8 @@ _OTHER_REGISTERS = {1: 28, 2: 36, 4: 40, 8: 44}
 _OTHER_REGISTERS_ALONE = 28
 
 
-#: Of a staged tiling: registers of the warps that copy and finish; steps of 32 columns
-#: that are multiplied at a time, at most; groups of copies under way that a thread
-#: counts, at most.
-_STAGED_COPY_REGISTERS = 72
+#: Of a staged tiling: steps of 32 columns that are multiplied at a time, at most, and
+#: groups of copies under way that a thread counts, at most.
 _PIECE = 4
 _MOST_GROUPS = 48
 #: Parts of X that are waited for or multiplied while others come.
@@ -130,8 +128,8 @@ class WideTiling(GemmTiling):
         most = min(self.slice_chunks, _MOST_GROUPS)
         if not self.piece <= self.depth <= most:
             raise ValueError(
-                f"depth={self.depth}: a staged tiling of K {self.k} has {self.piece} to "
-                f"{most} steps of 32 columns under way"
+                f"depth={self.depth}: a staged tiling of K {self.k} has {self.piece} "
+                f"to {most} steps of 32 columns under way"
             )
         if not self.stages:
             if self.parts > _MOST_GROUPS:
@@ -157,7 +155,9 @@ class WideTiling(GemmTiling):
         """Steps of 32 columns that are multiplied at a time, at most."""
         if not self.staged:
             return self.chunks
-        return -(-self.chunks // -(-self.chunks // _PIECE))
+        free = self.registers - self._other_registers - self._sum_registers
+        most = min(_PIECE, max(free // 16, 1))
+        return -(-self.chunks // -(-self.chunks // most))
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Of a slice: first step and the one after the last. None goes on into another
@@ -245,13 +245,13 @@ class WideTiling(GemmTiling):
     @property
     def copy_registers(self) -> int:
         """Left to the warps that copy X."""
-        if self.staged:
-            return _STAGED_COPY_REGISTERS
         return -(-(_COPY_REGISTERS + 4 * self.token_loads) // 8) * 8
 
     @property
     def moves_registers(self) -> bool:
         """Whether the warps that copy leave registers to those that multiply."""
+        if self.staged:
+            return False
         return 24 <= self.copy_registers < self.register_limit < 248
 
     @property
@@ -265,17 +265,25 @@ class WideTiling(GemmTiling):
     @property
     def held_registers(self) -> int:
         """Registers of weights in flight, of a segment's weights and sums, of the
-        slice's sums and of slices that wait for others."""
-        sums = 4 * self.token_tiles * (2 + self.levels)
+        slice's sums and of slices that wait for others. Staged: of a piece's weights,
+        as they are loaded and as they are multiplied."""
         if self.staged:
-            return 8 * self.piece + sums
-        return 8 * (self.depth + self.chunks) + sums
+            return 16 * self.piece + self._sum_registers
+        return 8 * (self.depth + self.chunks) + self._sum_registers
+
+    @property
+    def _sum_registers(self) -> int:
+        return 4 * self.token_tiles * (2 + self.levels)
+
+    @property
+    def _other_registers(self) -> int:
+        if self.moves_registers:
+            return _OTHER_REGISTERS[self.token_tiles]
+        return _OTHER_REGISTERS_ALONE + (8 if self.stages else 0)
 
     @property
     def needed_registers(self) -> int:
-        if self.moves_registers:
-            return self.held_registers + _OTHER_REGISTERS[self.token_tiles]
-        return self.held_registers + _OTHER_REGISTERS_ALONE
+        return self.held_registers + self._other_registers
 
     @property
     def tile_pitch(self) -> int:
