@@ -281,6 +281,8 @@ class Order:
     def end_copy(self, started: tuple[_Memory, Array, Array]) -> None:
         """The lanes have waited for their copies."""
         memory, rows, cells = started
+        # Not the store that was there before.
+        self._known[rows, self._lanes + rows] += 1
         memory.stored[cells] = self._known[rows, self._lanes + rows][:, None]
 
     def knowledge(self, warp: Warp, lane: int) -> Array:
