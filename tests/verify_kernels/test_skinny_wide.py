@@ -350,5 +350,6 @@ def test_names_say_everything_that_a_kernel_is_made_with() -> None:
     fields = {f.name for f in dataclasses.fields(base)}
     assert fields == {*changes, "stages"}
     names = {dataclasses.replace(base, **{n: v}).name for n, v in changes.items()}
-    names |= {dataclasses.replace(base, staged=1, stages=n).name for n in (3, 4)}
+    whole = dataclasses.replace(base, staged=1, token_loads=1)
+    names |= {dataclasses.replace(whole, stages=n).name for n in (3, 4)}
     assert len(names | {base.name}) == 3 + len(changes)
