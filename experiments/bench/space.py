@@ -19,7 +19,12 @@ from verify_kernels.skinny_gemm.tiling import (
     Tiling,
     check_k,
 )
-from verify_kernels.skinny_gemm.wide_tiling import GROUP_ROWS, WideTiling
+from verify_kernels.skinny_gemm.wide_tiling import (
+    CHUNK_BYTES,
+    GROUP_ROWS,
+    WARPS,
+    WideTiling,
+)
 
 #: Clusters that a device holds at once, one CTA an SM, by their size; of 1 the SMs.
 Held = Mapping[int, int]
@@ -212,6 +217,10 @@ WIDE_RUNS_K = 2112
 #: (warpgroups along the rows, warpgroups that share K) of a wide kernel; another one
 #: copies X, and with five in all too few registers are left for weights in flight.
 WIDE_GROUPS = ((1, 1), (1, 2), (2, 1), (3, 1))
+#: Parts of X in shared memory where not all of it fits, and their bytes at most.
+STAGES, PART_BYTES = 4, 16 * 1024
+#: Steps of 32 columns of weights under way at most, and of a product.
+MOST_COPIES, STEPS_TOGETHER = 48, 4
 #: Rows a direct CTA that are tried beside equal shares, and the N up to which.
 MORE_RUNS, MORE_RUNS_N = (11, 14), 7168
 #: Direct CTAs one after the other on a slot; each has a launch and an end of its own.
@@ -378,10 +387,90 @@ def _wide(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
                 yield Choice(found, run)
 
 
+def _staged_depths(cut: WideTiling) -> Iterator[WideTiling]:
+    """``cut`` with as many weights under way as fit, and half as many."""
+    deepest = range(min(cut.slice_chunks, MOST_COPIES), cut.piece - 1, -1)
+    found = _first_valid(cut, "depth", deepest)
+    yield found
+    half = _first_valid(found, "depth", (found.depth // 2,))
+    if half is not None and cut.ctas_per_sm == 1:
+        yield half
+
+
+def _part_loads(k: int, tiles: int) -> tuple[int, int]:
+    """Loads of X so that a part is about a segment, and so that it divides a slice and
+    has `PART_BYTES` at most; 0 if none does."""
+    slices, segments = SUM_ORDER[k]
+    chunks = k // slices // segments // CHUNK
+    every = [n for n in range(1, WARPS * tiles * chunks) if n * WARPS % tiles == 0]
+    whole = next(n for n in every if n * WARPS >= chunks * tiles)
+    dividing = [
+        n
+        for n in every
+        if chunks * segments % (n * WARPS // tiles) == 0
+        and n * WARPS * CHUNK_BYTES <= PART_BYTES
+    ]
+    return whole, max(dividing, default=0)
+
+
+def _staged_cuts(k: int, rows: int) -> Iterator[WideTiling]:
+    """Staged kernels; X through stages where it fits in no other way, or so that two
+    CTAs fit an SM."""
+    tiles = _token_tiles(rows)
+    whole, part = _part_loads(k, tiles)
+    fits = set()
+    for stages, cluster, resident, (groups, k_groups) in itertools.product(
+        (0, STAGES), CLUSTER_SIZES, (1, 2), WIDE_GROUPS
+    ):
+        if stages and (
+            not part or resident in fits or (resident == 2 and k > WIDE_RUNS_K)
+        ):
+            continue
+        for depth in range(1, STEPS_TOGETHER + 1):
+            try:
+                cut = WideTiling(
+                    k,
+                    tiles,
+                    cluster,
+                    groups,
+                    k_groups,
+                    depth,
+                    part if stages else whole,
+                    resident,
+                    staged=1,
+                    stages=stages,
+                )
+            except ValueError:
+                continue
+            found = list(_staged_depths(cut))
+            if not stages and found[0].depth > STEPS_TOGETHER:
+                fits.add(resident)
+            yield from found
+            break
+
+
+def _staged_choices(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
+    """Staged wide kernels with no warpgroup idle in a cluster's share."""
+    if rows <= TOKEN_TILE:
+        return
+    for cut in _staged_cuts(k, rows):
+        share = -(-n // (held[cut.cluster] * cut.ctas_per_sm))
+        alone = {-(-n // held[cut.cluster])} - {share}
+        more = {*alone, *(WIDE_RUNS if k <= WIDE_RUNS_K else ())}
+        for run in (share, *sorted(r for r in more if r > share)):
+            if cut.warpgroups == 1 or run > GROUP_ROWS * (cut.warpgroups - 1):
+                yield Choice(cut, run)
+
+
+def _all_wide(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
+    yield from _wide(n, k, rows, held)
+    yield from _staged_choices(n, k, rows, held)
+
+
 _MAKERS: dict[str, Callable[[int, int, int, Held], Iterator[Choice]]] = {
     "ring": _ring,
     "direct": _direct,
-    "wide": _wide,
+    "wide": _all_wide,
 }
 
 

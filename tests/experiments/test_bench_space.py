@@ -104,6 +104,24 @@ def test_wide_kernels_have_no_idle_warpgroup() -> None:
             assert choice.run > 64 * (choice.cut.warpgroups - 1)
 
 
+def test_staged_kernels_are_tried_wherever_tokens_are_many() -> None:
+    """X goes through stages where it fits in no other way, and where two CTAs then fit
+    an SM. One launch serves 64 rows at every K."""
+    for n, k, rows in SIZES:
+        every = space.candidates(n, k, rows, designs=["wide"])
+        found = [c.cut for c in every if isinstance(c.cut, WideTiling) and c.cut.staged]
+        assert bool(found) == (rows > 8), (k, rows)
+        for cut in found:
+            if cut.stages and cut.ctas_per_sm == 1:
+                others = (c for c in found if c.ctas_per_sm == 1)
+                whole = [c.depth for c in others if not c.stages]
+                assert max(whole, default=0) <= space.STEPS_TOGETHER
+    cuts = [c.cut for c in space.candidates(7168, 33792, 64)]
+    assert cuts and all(isinstance(c, WideTiling) and c.stages for c in cuts)
+    small = [c.cut for c in space.candidates(7168, 768, 64, designs=["wide"])]
+    assert any(isinstance(c, WideTiling) and c.stages for c in small)
+
+
 def test_designs_can_be_left_out() -> None:
     every = space.candidates(1536, 7168, 8)
     by_design = [

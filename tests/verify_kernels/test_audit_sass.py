@@ -76,6 +76,13 @@ def test_a_load_under_way_at_an_arrival_is_found(arrive: str) -> None:
     assert early(listing("MOV R3, R4 ?2", f"{LOAD} <2", arrive, "EXIT")) == ["0x10"]
 
 
+def test_a_load_that_never_runs_is_none() -> None:
+    """ptxas puts such beside asynchronous copies; under another guard one may run."""
+    never = LOAD.replace("LDS", "@!PT LDS")
+    assert early(listing(never, ARRIVE, "EXIT")) == []
+    assert early(listing(never.replace("!PT", "!P0"), ARRIVE, "EXIT")) == ["0x0"]
+
+
 def test_loads_return_in_order_so_the_last_ones_scoreboard_is_enough() -> None:
     assert early(listing(LOAD, f"{LOAD} <1", f"{ARRIVE} ?1", "EXIT")) == []
     # But not for a load after it, nor through one that may not have been issued, nor

@@ -345,8 +345,11 @@ def test_names_say_everything_that_a_kernel_is_made_with() -> None:
     base = WideTiling(3584, 1, 1, 1, 1, 4, 2)
     changes: dict[str, int] = {
         "k": 6144, "token_tiles": 2, "cluster": 2, "warpgroups": 2, "k_groups": 2,
-        "depth": 7, "token_loads": 4, "ctas_per_sm": 2,
+        "depth": 7, "token_loads": 4, "ctas_per_sm": 2, "staged": 1,
     }  # fmt: skip
-    assert changes.keys() == {f.name for f in dataclasses.fields(base)}
+    fields = {f.name for f in dataclasses.fields(base)}
+    assert fields == {*changes, "stages"}
     names = {dataclasses.replace(base, **{n: v}).name for n, v in changes.items()}
-    assert len(names | {base.name}) == 1 + len(changes)
+    whole = dataclasses.replace(base, staged=1, token_loads=1)
+    names |= {dataclasses.replace(whole, stages=n).name for n in (3, 4)}
+    assert len(names | {base.name}) == 3 + len(changes)

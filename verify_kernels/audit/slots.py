@@ -114,7 +114,8 @@ def _hands_over(ins: Instruction) -> bool:
 
 
 def _loads(ins: Instruction) -> bool:
-    return bool(_LOAD.fullmatch(ins.head))
+    # ptxas puts loads that never run (@!PT) beside asynchronous copies.
+    return bool(_LOAD.fullmatch(ins.head)) and ins.guard != "!PT"
 
 
 def _closes(ins: Instruction) -> bool:

@@ -216,6 +216,70 @@ def mul_bf16x2(a, b, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def copy_async_128_if(
+    shared, source, live, place=0, offset=0, hint="", size=None, *, loc=None, ip=None
+):
+    """Asynchronous copy of 16 bytes, global to shared, where the Int32 ``live`` is not
+    0; ``place`` and ``offset`` are constants beside the two addresses.
+
+    The lane itself waits for it (`commit_copies`, `wait_copies`), so a place that no
+    other lane uses needs no barrier. It passes loads under way: the place must not have
+    any. ``size``: an Int32, 16, or 0 for zeros. Clobber.
+    """
+    operands = [
+        Int32(shared).ir_value(loc=loc, ip=ip),
+        Int64(source).ir_value(loc=loc, ip=ip),
+        Int32(live).ir_value(loc=loc, ip=ip),
+    ]
+    if size is not None:
+        operands.append(Int32(size).ir_value(loc=loc, ip=ip))
+    asm(
+        None,
+        operands,
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; "
+        f"@p cp.async.cg.shared.global{hint} [$0+{place}], [$1+{offset}], 16"
+        + ("" if size is None else ", $3")
+        + ";}",
+        "r,l,r" + ("" if size is None else ",r"),
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def commit_copies(*, loc=None, ip=None):
+    """This thread's copies since the last time are a group, also if none. Clobber."""
+    asm(
+        None,
+        [],
+        "cp.async.commit_group;",
+        "",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def wait_copies(left, *, loc=None, ip=None):
+    """Waits for all of this thread's groups of copies but the last ``left``, a
+    constant. Clobber."""
+    asm(
+        None,
+        [],
+        f"cp.async.wait_group {left};",
+        "",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
     """Asynchronous copy of ``size`` bytes, global to shared, completing on ``barrier``.
 

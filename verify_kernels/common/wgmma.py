@@ -97,10 +97,13 @@ def _names(letter, first, count):
 
 
 @dsl_user_op
-def multiply_async(weights, zero, address, sums, tile_pitch, *, loc=None, ip=None):
+def multiply_async(
+    weights, zero, address, sums, tile_pitch, begin=True, *, loc=None, ip=None
+):
     """A segment by wgmma, of a warpgroup whose warps are all here; as `multiply`.
 
-    ``sums`` are not added to but overwritten, in their registers. One statement, which
+    ``sums`` are overwritten in their registers, or with ``begin`` false added to. One
+    statement, which
     waits for its own end: an asynchronous sum must stay in its registers, and no move
     may come between. Clobber.
     """
@@ -113,12 +116,13 @@ def multiply_async(weights, zero, address, sums, tile_pitch, *, loc=None, ip=Non
         "wgmma.fence.sync.aligned;",
     ]
     for s in range(steps):
+        adds = "yes" if s or not begin else "no"
         # No swizzle; the two core matrices of a step are neighbours.
         low = (2 * CORE_BYTES * s >> 4) + (CORE_BYTES >> 4 << 16)
         code += [
             f"add.s32 t, ${after + 1}, {low}; mov.b64 d, {{t, {tile_pitch >> 4}}};",
             f"wgmma.mma_async.sync.aligned.{shape} {{{_names('$', 0, count)}}}, "
-            f"{{{_names('a', 4 * s, 4)}}}, d, {'yes' if s else 'no'}, 1, 1, 0;",
+            f"{{{_names('a', 4 * s, 4)}}}, d, {adds}, 1, 1, 0;",
         ]
     code += [
         "wgmma.commit_group.sync.aligned;",
@@ -131,12 +135,15 @@ def multiply_async(weights, zero, address, sums, tile_pitch, *, loc=None, ip=Non
 
 
 @dsl_user_op
-def multiply_sync(weights, zero, place, tiles, tile_pitch, *, loc=None, ip=None):
+def multiply_sync(
+    weights, zero, place, tiles, tile_pitch, sums=(), *, loc=None, ip=None
+):
     """A segment by mma.sync, of a warp alone; as `multiply`, ``place`` being the
-    address plus 4 times the lane. Clobber."""
+    address plus 4 times the lane. ``sums``: what is added to, else 0. Clobber."""
     steps, after = len(weights) // 4, 4 * tiles + len(weights)
     code = ["{.reg .b32 b<2>;"]
-    code += [f"mov.f32 ${i}, 0f00000000;" for i in range(4 * tiles)]
+    if not sums:
+        code += [f"mov.f32 ${i}, 0f00000000;" for i in range(4 * tiles)]
     for s in range(steps):
         a = _names("a", 4 * s, 4)
         for n in range(tiles):
@@ -149,11 +156,11 @@ def multiply_sync(weights, zero, place, tiles, tile_pitch, *, loc=None, ip=None)
                 f"{{{d}}}, {{{a}}}, {{b0,b1}}, {{{d}}};",
             ]
     code.append("}")
-    return _segment(code, weights, zero, place, (), tiles, loc, ip)
+    return _segment(code, weights, zero, place, sums, tiles, loc, ip)
 
 
-def multiply(weights, zero, address, lane, sums, total, tile_pitch):
-    """A segment: one chain of steps of 16 columns from zero, in ascending order.
+def multiply(weights, zero, address, lane, sums, total, tile_pitch, begin=True):
+    """A segment, or a part of one: a chain of steps of 16 columns in ascending order.
 
     Args:
         weights: words of the steps, four each: rows g and g + 8 of the warp's 16, word
@@ -169,14 +176,16 @@ def multiply(weights, zero, address, lane, sums, total, tile_pitch):
             they have been; with it, its sums take the registers of ``sums``. Else
             ptxas leaves adding for later until registers run out.
         tile_pitch: bytes from tile to tile.
+        begin: the chain begins at zero; else it goes on from ``sums``.
 
     Returns:
         Four sums a tile: rows g and g + 8, two tokens each.
     """
     if has_wgmma():
-        return multiply_async(weights, zero, address, sums, tile_pitch)
+        return multiply_async(weights, zero, address, sums, tile_pitch, begin)
     tie = Int32(0)
     for value in total:
         tie = tie | ptx.float_bits(value)
     place = address + 4 * lane + (tie & zero)
-    return multiply_sync(weights, zero, place, len(sums) // 4, tile_pitch)
+    tiles = len(sums) // 4
+    return multiply_sync(weights, zero, place, tiles, tile_pitch, () if begin else sums)

@@ -11,7 +11,8 @@ How an op is laid out here, for whoever adds the next one: `reference` says what
 computed, `tiling` in which order it is summed and what a CTA holds, `kernel` is the
 device code, `host` compiles, checks and launches. This op has three kernels with one
 order of sums, so with the same bits: `kernel` (a ring of bulk copies), `direct` (short
-launches) and `wide` (many rows, wgmma); `choice` says which serves a shape, from the
+launches) and `wide` (many rows, wgmma; `wide_staged` is its form with asynchronous
+copies); `choice` says which serves a shape, from the
 table that `python -m experiments.bench.tune` measured and from one for widths that it
 has not measured yet.
 """

@@ -61,6 +61,7 @@ def variant(cut: Cut, outputs: Outputs) -> Variant:
     from verify_kernels.skinny_gemm.direct import DirectGemmKernel
     from verify_kernels.skinny_gemm.kernel import SkinnyGemmKernel
     from verify_kernels.skinny_gemm.wide import WideGemmKernel
+    from verify_kernels.skinny_gemm.wide_staged import StagedWideGemmKernel
 
     types = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
     dtypes = tuple(types[output] for output in outputs)
@@ -68,7 +69,8 @@ def variant(cut: Cut, outputs: Outputs) -> Variant:
     if isinstance(cut, DirectTiling):
         kernel = DirectGemmKernel(cut, dtypes)
     elif isinstance(cut, WideTiling):
-        kernel = WideGemmKernel(cut, dtypes)
+        make = StagedWideGemmKernel if cut.staged else WideGemmKernel
+        kernel = make(cut, dtypes)
     else:
         kernel = SkinnyGemmKernel(cut, dtypes)
     return Variant(

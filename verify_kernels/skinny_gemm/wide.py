@@ -123,11 +123,10 @@ class WideGemmKernel(GemmKernel):
         division = run, longer, turns, height
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         multiplies = warp < WARPS * t.multipliers
-        weights = cute.make_rmem_tensor((4, 2, t.depth), Int32)
+        weights = self.hold()
         source = self.locate(ws, self.place(), 0, division)
         if multiplies:
-            for i in cutlass.range_constexpr(t.depth):
-                self.load(weights, i, source, i)
+            self.request(weights, source)
         else:
             self.make_barriers(m)
         if const_expr(t.cluster > 1):
@@ -148,9 +147,22 @@ class WideGemmKernel(GemmKernel):
             if const_expr(t.moves_registers):
                 cute.arch.setmaxregister_decrease(t.copy_registers)
             if rows > 0:
-                self.copy_tokens(x, m)
-                if const_expr(t.contributors > 1):
-                    self.finish(ws, ys, division, m)
+                self.serve(x, ws, ys, division, m)
+
+    def hold(self):
+        """Registers of weights in flight."""
+        return cute.make_rmem_tensor((4, 2, self.t.depth), Int32)
+
+    def request(self, weights, source):
+        """The first weights."""
+        for i in range(self.t.depth):
+            self.load(weights, i, source, i)
+
+    def serve(self, x, ws, ys, division, m):
+        """What the warps that do not multiply do."""
+        self.copy_tokens(x, m)
+        if const_expr(self.t.contributors > 1):
+            self.finish(ws, ys, division, m)
 
     def place(self):
         """Found anew where it is needed: kept, it costs registers while the warp
@@ -196,11 +208,15 @@ class WideGemmKernel(GemmKernel):
     def x_full(self, part):
         return self.base() + 8 * part
 
+    def x_barriers(self):
+        """Barriers of X."""
+        return self.t.parts
+
     def sums_full(self, block):
-        return self.base() + 8 * (self.t.parts + block)
+        return self.base() + 8 * (self.x_barriers() + block)
 
     def sums_free(self, block):
-        return self.base() + 8 * (self.t.parts + self.t.row_blocks + block)
+        return self.base() + 8 * (self.x_barriers() + self.t.row_blocks + block)
 
     def tokens(self):
         return self.base() + self.t.barrier_bytes
@@ -226,9 +242,7 @@ class WideGemmKernel(GemmKernel):
         everybody = ((m + 7) >> 3) + t.own_tiles - 1
         everybody = Int32(Uint32(everybody) // t.own_tiles)
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(0, t.parts, WARPS):
-                if i + warp < t.parts:
-                    self.init(self.x_full(i + warp), 32 * WARPS)
+            self.make_x_barriers(warp)
             if const_expr(t.contributors > 1):
                 for i in cutlass.range_constexpr(0, t.row_blocks, WARPS):
                     self.init(self.sums_free(i + warp), everybody)
@@ -240,6 +254,13 @@ class WideGemmKernel(GemmKernel):
                     for i in cutlass.range_constexpr(0, t.row_blocks, WARPS):
                         self.expect_sums(i + warp, own)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def make_x_barriers(self, warp):
+        t = self.t
+        for i in cutlass.range_constexpr(0, t.parts, WARPS):
+            if i + warp < t.parts:
+                self.init(self.x_full(i + warp), 32 * WARPS)
 
     def barrier(self, address):
         return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
@@ -360,13 +381,13 @@ class WideGemmKernel(GemmKernel):
                 here = place._replace(lane=place.lane | (unit & zero))
                 after = self.locate(ws, here, turn + 1, division)
             begin = (place.group * t.unit_slices + number) * t.slice_chunks
-            self.slice(weights, total, (lo, hi, left), after, begin, zero)
+            self.slice(weights, total, (lo, hi, left), after, begin, zero, unit)
             self.fold(total, waiting, number)
             if number == last:
                 self.deliver(ws, ys, total, turn, division, m)
             lo, hi, left = after
 
-    def slice(self, weights, total, source, after, begin, zero):
+    def slice(self, weights, total, source, after, begin, zero, unit):
         """Sums of a slice, whose first step of the CTA's columns is ``begin``; asks for
         the weights ``depth`` steps ahead."""
         t = self.t
@@ -460,36 +481,40 @@ class WideGemmKernel(GemmKernel):
 
     @cute.jit
     def finish(self, ws, ys, division, m):
+        """All turns' sums."""
+        own = self.own(self.place(), m)
+        if own > 0:
+            for turn in cutlass.range(division[2], unroll=1):
+                self.finish_turn(ws, ys, own, turn, division, m)
+
+    @cute.jit
+    def finish_turn(self, ws, ys, own, turn, division, m):
         """Adds everybody's sums of this CTA's tiles, of every fourth block a warp, and
         stores them."""
         t = self.t
-        turns = division[2]
-        own = self.own(self.place(), m)
-        if own > 0:
-            for turn in cutlass.range(turns, unroll=1):
-                for i in cutlass.range_constexpr(0, t.row_blocks, WARPS):
-                    place = self.place()._replace(block=i + self.copier())
-                    self.wait(self.sums_full(place.block), turn & 1)
-                    # Nobody waits for the last turn's sums to be read.
-                    again = turn + 1 < turns
-                    if const_expr(t.cluster > 1):  # noqa: SIM102
-                        if again:
-                            with cute.arch.elect_one():
-                                self.expect_sums(place.block, own)
-                            cute.arch.sync_warp()
-                    totals = []
-                    for tile in cutlass.range_constexpr(t.own_tiles):
-                        at = self.sums(place, tile)
-                        parts = [
-                            ptx.load_shared_f32x4(at, c * TILE_BYTES)
-                            for c in range(t.contributors)
-                        ]
-                        totals.append(add_tree(parts))
-                    if again:
-                        self.give_back(totals, place, m)
-                    for tile in cutlass.range_constexpr(t.own_tiles):
-                        n = place.rank * t.own_tiles + tile
-                        self.store(ws, ys, totals[tile], n, place, turn, division, m)
+        for i in cutlass.range_constexpr(0, t.row_blocks, WARPS):
+            place = self.place()._replace(block=i + self.copier())
+            self.wait(self.sums_full(place.block), turn & 1)
+            # Nobody waits for the last turn's sums to be read.
+            again = turn + 1 < division[2]
+            if const_expr(t.cluster > 1):  # noqa: SIM102
+                if again:
+                    with cute.arch.elect_one():
+                        self.expect_sums(place.block, own)
+                    cute.arch.sync_warp()
+            totals = []
+            for tile in cutlass.range_constexpr(t.own_tiles):
+                at = self.sums(place, tile)
+                parts = [
+                    ptx.load_shared_f32x4(at, c * TILE_BYTES)
+                    for c in range(t.contributors)
+                ]
+                totals.append(add_tree(parts))
+            if again:
+                self.give_back(totals, place, m)
+            for tile in cutlass.range_constexpr(t.own_tiles):
+                n = place.rank * t.own_tiles + tile
+                self.store(ws, ys, totals[tile], n, place, turn, division, m)
 
     @cute.jit
     def give_back(self, totals: list, place, m):

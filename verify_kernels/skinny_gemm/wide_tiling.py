@@ -8,6 +8,7 @@ sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verify_kernels.skinny_gemm.tiling import (
@@ -31,6 +32,14 @@ _OTHER_REGISTERS = {1: 28, 2: 36, 4: 40, 8: 44}
 _OTHER_REGISTERS_ALONE = 28
 
 
+#: Of a staged tiling: steps of 32 columns that are multiplied at a time, at most, and
+#: groups of copies under way that a thread counts, at most.
+_PIECE = 4
+_MOST_GROUPS = 48
+#: Parts of X that are waited for or multiplied while others come.
+LAG = 2
+
+
 @dataclass(frozen=True)
 class WideTiling(GemmTiling):
     """One way to cut Y[M, N] = X[M, K] W[N, K]^T with warpgroups that own rows.
@@ -44,6 +53,12 @@ class WideTiling(GemmTiling):
         token_loads: 16-byte loads of X that a thread of the warps that copy it has in
             flight; what they bring together can be multiplied while more comes.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
+        staged: 1: weights and X come by asynchronous copies (`wide_staged`). The
+            ``depth`` steps of a warp's weights are under way to shared memory and take
+            no registers; of X everything is, and ``token_loads`` only says what can be
+            multiplied while more comes.
+        stages: of a staged tiling, parts of X that are in shared memory at a time: each
+            turn copies X anew. 0: all of X is, once.
     """
 
     token_tiles: int = 2
@@ -53,6 +68,8 @@ class WideTiling(GemmTiling):
     depth: int = 4
     token_loads: int = 8
     ctas_per_sm: int = 1
+    staged: int = 0
+    stages: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +95,13 @@ class WideTiling(GemmTiling):
                 f"ctas_per_sm={self.ctas_per_sm} must lie in 1..{2048 // self.threads}:"
                 f" an SM holds 2048 threads, a CTA has {self.threads}"
             )
-        if self.depth < self.chunks or self.slice_chunks % self.depth:
+        if self.staged not in (0, 1) or (self.stages and not self.staged):
+            raise ValueError(
+                f"staged={self.staged} must be 0 or 1, and 1 for stages={self.stages}"
+            )
+        if not self.staged and (
+            self.depth < self.chunks or self.slice_chunks % self.depth
+        ):
             raise ValueError(
                 f"depth={self.depth} must divide {self.slice_chunks}, the steps of 32 "
                 f"columns in a slice of K {self.k}, and be at least {self.chunks}, "
@@ -89,6 +112,8 @@ class WideTiling(GemmTiling):
                 f"token_loads={self.token_loads} must be positive, with 8 token tiles "
                 "also even"
             )
+        if self.staged:
+            self._check_staged()
         if self.needed_registers > self.registers:
             raise ValueError(
                 f"{self}: a thread would need {self.needed_registers} registers and "
@@ -98,6 +123,52 @@ class WideTiling(GemmTiling):
         self._check_shared(
             self.shared_bytes, self.ctas_per_sm, "raise cluster or lower token_tiles"
         )
+
+    def _check_staged(self) -> None:
+        most = min(self.slice_chunks, _MOST_GROUPS)
+        if not self.piece <= self.depth <= most:
+            raise ValueError(
+                f"depth={self.depth}: a staged tiling of K {self.k} has {self.piece} "
+                f"to {most} steps of 32 columns under way"
+            )
+        if not self.stages:
+            if self.parts > _MOST_GROUPS:
+                raise ValueError(
+                    f"token_loads={self.token_loads}: X comes in {self.parts} parts, "
+                    f"at most {_MOST_GROUPS}; raise it"
+                )
+            return
+        if self.stages <= LAG or self.k_groups > 1:
+            raise ValueError(
+                f"stages={self.stages}, k_groups={self.k_groups}: X goes through at "
+                f"least {LAG + 1} stages, to warpgroups that all have the same of it"
+            )
+        if self.slice_chunks % self.part_chunks:
+            raise ValueError(
+                f"token_loads={self.token_loads}: {self.part_chunks} steps of 32 "
+                f"columns are a part, which must divide the {self.slice_chunks} of a "
+                "slice where X goes through stages"
+            )
+
+    @property
+    def piece(self) -> int:
+        """Steps of 32 columns that are multiplied at a time, at most."""
+        if not self.staged:
+            return self.chunks
+        free = self.registers - self._other_registers - self._sum_registers
+        most = min(_PIECE, max(free // 16, 1))
+        return -(-self.chunks // -(-self.chunks // most))
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Of a slice: first step and the one after the last. None goes on into another
+        segment, nor into another part of X where parts leave."""
+        part = self.part_chunks if self.stages else self.slice_chunks
+        first = 0
+        while first < self.slice_chunks:
+            ends = [(first // n + 1) * n for n in (self.chunks, part)]
+            end = min(first + self.piece, *ends)
+            yield first, end
+            first = end
 
     @property
     def slice_chunks(self) -> int:
@@ -179,6 +250,8 @@ class WideTiling(GemmTiling):
     @property
     def moves_registers(self) -> bool:
         """Whether the warps that copy leave registers to those that multiply."""
+        if self.staged:
+            return False
         return 24 <= self.copy_registers < self.register_limit < 248
 
     @property
@@ -192,31 +265,53 @@ class WideTiling(GemmTiling):
     @property
     def held_registers(self) -> int:
         """Registers of weights in flight, of a segment's weights and sums, of the
-        slice's sums and of slices that wait for others."""
-        sums = 4 * self.token_tiles * (2 + self.levels)
-        return 8 * (self.depth + self.chunks) + sums
+        slice's sums and of slices that wait for others. Staged: of a piece's weights,
+        as they are loaded and as they are multiplied."""
+        if self.staged:
+            return 16 * self.piece + self._sum_registers
+        return 8 * (self.depth + self.chunks) + self._sum_registers
+
+    @property
+    def _sum_registers(self) -> int:
+        return 4 * self.token_tiles * (2 + self.levels)
+
+    @property
+    def _other_registers(self) -> int:
+        if self.moves_registers:
+            return _OTHER_REGISTERS[self.token_tiles]
+        return _OTHER_REGISTERS_ALONE + (8 if self.stages else 0)
 
     @property
     def needed_registers(self) -> int:
-        if self.moves_registers:
-            return self.held_registers + _OTHER_REGISTERS[self.token_tiles]
-        return self.held_registers + _OTHER_REGISTERS_ALONE
+        return self.held_registers + self._other_registers
 
     @property
     def tile_pitch(self) -> int:
         """Bytes from one tile of tokens to the next."""
-        return self.local_chunks * CHUNK_BYTES
+        held = self.local_chunks
+        if self.stages:
+            held = self.part_chunks
+        elif self.staged:
+            # Whole parts, so that a part is loaded without asking how much there is.
+            held = self.parts * self.part_chunks
+        return held * CHUNK_BYTES
 
     @property
     def barrier_bytes(self) -> int:
-        count = self.parts
+        count = 2 * self.stages or self.parts
         if self.contributors > 1:
             count += 2 * self.row_blocks
         return -(-8 * count // 128) * 128
 
     @property
     def token_bytes(self) -> int:
-        return self.token_tiles * self.tile_pitch
+        return (self.stages or 1) * self.token_tiles * self.tile_pitch
+
+    @property
+    def queue_bytes(self) -> int:
+        """Weights under way."""
+        warps = WARPS * self.multipliers
+        return self.staged * warps * self.depth * 2 * CHUNK_BYTES
 
     @property
     def sum_bytes(self) -> int:
@@ -227,11 +322,13 @@ class WideTiling(GemmTiling):
 
     @property
     def shared_bytes(self) -> int:
-        return self.barrier_bytes + self.token_bytes + self.sum_bytes
+        held = self.barrier_bytes + self.token_bytes + self.sum_bytes
+        return held + self.queue_bytes
 
     @property
     def name(self) -> str:
         return (
             f"wide_k{self.k}_m{self.tokens}_c{self.cluster}_w{self.warpgroups}"
             f"_g{self.k_groups}_d{self.depth}_l{self.token_loads}_o{self.ctas_per_sm}"
+            + (f"_q{self.stages}" if self.staged else "")
         )

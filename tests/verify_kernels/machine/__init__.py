@@ -8,7 +8,8 @@ is right if every seed gives the same bits.
 
 Modelled: 32-lane warps that diverge and meet again; CTAs, clusters and their shared
 memory, whose addresses have the CTA's rank from bit 24 on; mbarriers with transaction
-counts; bulk copies that land in pieces, remote stores and remote arrivals that are
+counts; bulk copies that land in pieces, a lane's own copies (cp.async), which land
+late until their group is waited for; remote stores and remote arrivals that are
 under way for a while; programmatic launch (before ``griddepcontrol.wait`` a lane reads
 NaN in what earlier kernels write, and must not store); memory and registers that hold
 NaN until written; the bytes of every tensor, not those between its rows, and who may

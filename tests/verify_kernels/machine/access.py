@@ -225,6 +225,10 @@ def _copy(decoder: Decoder, ins: Instruction) -> Decoded:
                 warp.cta.cluster.memory.prefetch(address, size)
 
         return Decoded(prefetch)
+    if ins.opcode in _COPIES or ins.opcode.startswith("cp.async.wait_group"):
+        return Decoded(_copy_by_lane(decoder, ins))
+    if ins.opcode == "cp.async.commit_group":
+        return Decoded(lambda warp, lanes: warp.commit_copies(lanes))
     if ins.opcode != (
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     ):
@@ -254,6 +258,56 @@ def _copy(decoder: Decoder, ins: Instruction) -> Decoded:
                 warp.cta.cluster.send(cta, come, ins.text)
 
     return Decoded(run)
+
+
+#: Copies by a lane, waited for by the same lane.
+_COPIES = frozenset(
+    f"cp.async.cg.shared.global{hint}"
+    for hint in ("", ".L2::64B", ".L2::128B", ".L2::256B")
+)
+
+
+def _copy_by_lane(decoder: Decoder, ins: Instruction) -> Execute:
+    """cp.async of 16 bytes, zero past as many as the last operand says, and the wait
+    for it. Nobody may touch the place in between."""
+    if ins.opcode == "cp.async.wait_group":
+        left = int(ins.operands[0])
+        return lambda warp, lanes: warp.wait_copies(left, lanes)
+    place = decoder.address(ins.operands[0], 32)
+    source = decoder.address(ins.operands[1], 64)
+    if ins.operands[2] != "16":
+        raise decoder.refuse("the machine copies 16 bytes at a time")
+    some = decoder.row(ins.operands[3], "u32") if len(ins.operands) > 3 else -1
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        # Loads of the place that are under way stay so: nothing waits for them.
+        places = _places(warp, 32, place, lanes)
+        waited = warp.waited if lanes is None else warp.waited[lanes]
+        fetch = warp.cta.cluster.memory.reader(
+            _places(warp, 64, source, lanes), 4, 4, waited
+        )
+        shared, order = warp.cta.shared, warp.cta.cluster.order
+        shared.reader(places, 4, 4)
+        live = np.full((len(places), 1), True)
+        if some >= 0:
+            sizes = warp.rows["u32"][some][_each(lanes)]
+            if not np.isin(sizes, (0, 16)).all():
+                raise Fault("the machine copies all 16 bytes or none")
+            live = sizes[:, None] == 16
+        started = None
+        if order is not None:
+            started = order.start_copy(warp, lanes, places, 16)
+
+        def come() -> None:
+            shared.write(places, np.where(live, fetch(), np.uint32(0)))
+
+        def waited_for() -> None:
+            if order is not None and started is not None:
+                order.end_copy(started)
+
+        warp.start_copy(come, waited_for)
+
+    return run
 
 
 def _part(fetch: Fetch, first: int, last: int) -> Array:

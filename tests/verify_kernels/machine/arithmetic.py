@@ -89,12 +89,22 @@ def _ones(a: Array) -> Array:
     return np.unpackbits(a.view(np.uint8)).reshape(len(a), -1).sum(1, dtype=a.dtype)
 
 
+def _high_half(a: Array, b: Array) -> Array:
+    """Bits 64 and above of the product of unsigned 64-bit numbers."""
+    assert a.dtype == np.uint64
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    cross = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
+    other = (a & low) * (b >> half) + (cross & low)
+    return (a >> half) * (b >> half) + (cross >> half) + (other >> half)
+
+
 #: Operands and result have the type at the end of the opcode.
 SAME_TYPE: dict[str, Function] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "mul.lo": np.multiply,
+    "mul.hi": _high_half,
     "mad.lo": lambda a, b, c: a * b + c,
     "fma.rn": _fma,
     "div": _divide,

@@ -16,6 +16,9 @@ knows of those. A lane learns
     by bar.warp.sync             what the others have done and knew; but it does not
                                  pass on what they have done
 
+What a lane has started to copy (cp.async) nobody may touch until it has waited for the
+copy; then it is a store of that lane.
+
 wgmma reads through the asynchronous proxy: it has to know, of every store by a lane, a
 ``fence.proxy.async`` of the same lane that came after it. Copies and remote stores need
 none.
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 #: Bytes that are followed as one.
 CELL = 4
+#: A store that nobody can know of.
+_UNDER_WAY = 2**30
 #: Barriers of a CTA that can be followed.
 BARRIERS = 64
 
@@ -262,6 +267,23 @@ class Order:
         memory.writer[cells] = (self._lanes + rows)[:, None]
         memory.stored[cells] = self._known[rows, self._lanes + rows][:, None]
         memory.read[cells] = 0
+
+    def start_copy(
+        self, warp: Warp, lanes: Lanes, places: Array, size: int
+    ) -> tuple[_Memory, Array, Array]:
+        """Lanes start to copy ``size`` bytes each; `end_copy` must follow."""
+        self.write(warp, lanes, places, size)
+        memory, rows = self._memory[warp.cta], self._rows(warp, lanes)
+        cells = self._cells(memory, places, size)
+        memory.stored[cells] = _UNDER_WAY
+        return memory, rows, cells
+
+    def end_copy(self, started: tuple[_Memory, Array, Array]) -> None:
+        """The lanes have waited for their copies."""
+        memory, rows, cells = started
+        # Not the store that was there before.
+        self._known[rows, self._lanes + rows] += 1
+        memory.stored[cells] = self._known[rows, self._lanes + rows][:, None]
 
     def knowledge(self, warp: Warp, lane: int) -> Array:
         """What a lane knows now, for what it starts and comes later."""

@@ -84,6 +84,26 @@ class Pending:
     finish: Callable[[], None]
 
 
+@dataclass(eq=False)
+class Copy:
+    """An asynchronous copy by the lanes of a warp.
+
+    Attributes:
+        come: writes the data.
+        waited_for: says that the lanes may use it.
+        landed: the data has come.
+    """
+
+    come: Callable[[], None]
+    waited_for: Callable[[], None]
+    landed: bool = False
+
+    def land(self) -> None:
+        if not self.landed:
+            self.landed = True
+            self.come()
+
+
 #: Instructions that may be pending in a warp; beyond them all are finished.
 MOST_PENDING = 400
 
@@ -123,6 +143,8 @@ class Warp:
         self.products = Products(self)
         self._pending: list[Pending] = []
         self._late: set[Register] = set()
+        self._copies: list[Copy] = []
+        self._copy_groups: list[list[Copy]] = []
 
     @property
     def runnable(self) -> bool:
@@ -145,6 +167,34 @@ class Warp:
         else:
             self._delay(Pending(space, frozenset(), writes, finish))
 
+    def start_copy(
+        self, come: Callable[[], None], waited_for: Callable[[], None]
+    ) -> None:
+        """Start a copy; when its data comes is the schedule's choice."""
+        self._copies.append(Copy(come, waited_for))
+
+    def commit_copies(self, lanes: Lanes) -> None:
+        """What has been started since the last time is a group."""
+        self._whole(lanes)
+        self._copy_groups.append(self._copies)
+        self._copies = []
+
+    def wait_copies(self, left: int, lanes: Lanes) -> None:
+        """All but the last ``left`` groups have come."""
+        self._whole(lanes)
+        count = max(len(self._copy_groups) - left, 0)
+        for copy in (c for group in self._copy_groups[:count] for c in group):
+            copy.land()
+            copy.waited_for()
+        del self._copy_groups[:count]
+
+    def _whole(self, lanes: Lanes) -> None:
+        if lanes is not None:
+            raise Fault("the machine counts groups of copies for whole warps only")
+
+    def _copies_under_way(self) -> list[Copy]:
+        return [c for group in (*self._copy_groups, self._copies) for c in group]
+
     def land(self, space: str = "") -> None:
         """The data of all loads comes, or of those from one state space."""
         for load in self._pending.copy():
@@ -157,6 +207,9 @@ class Warp:
         for load in self._pending.copy():
             if load.space and schedule.data_comes():
                 self._need(frozenset(), load.writes)
+        for copy in self._copies_under_way():
+            if not copy.landed and schedule.data_comes():
+                copy.land()
 
     def _delay(self, pending: Pending) -> None:
         if len(self._pending) >= MOST_PENDING:
@@ -284,6 +337,8 @@ class Warp:
         self.cta.cluster.barrier.ended()
         if not self.groups:
             self.products.ended()
+            if self._copies_under_way():
+                raise Fault("the warp ends while a copy has not been waited for")
             self.cta.ended()
 
     def where(self, op: Op, group: Group) -> str:
