@@ -23,6 +23,7 @@ from torch import Tensor
 from tests.verify_kernels import test_kda_commit as kda_commit_tests
 from tests.verify_kernels import test_kda_kernel as kda_tests
 from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
+from tests.verify_kernels import test_moe_experts as expert_tests
 from tests.verify_kernels import test_moe_route as route_tests
 from verify_kernels.attn_res import attn_res
 from verify_kernels.attn_res import reference as attn_res_reference
@@ -139,6 +140,19 @@ def routes() -> None:
             route_tests.check(found, logits, bias, form[1])
 
 
+def experts() -> None:
+    """A small shape: idle warps of the first half, more than eight pairs of an expert,
+    blocks of tokens without one. The check raises AssertionError."""
+    shape = expert_tests.SHAPES[-1]
+    bank = expert_tests.moved(expert_tests.experts_of(shape).bank(), "cuda")
+    for rows, spread in ((1, None), (33, 8)):
+        ids, shares = expert_tests.choice(shape, rows, rows, spread)
+        latent = expert_tests.latent_rows(shape, rows, rows).cuda()
+        expert_tests.result(
+            expert_tests.on_gpu, shape, bank, latent, ids, shares.cuda(), "cuda"
+        )
+
+
 def prefetches() -> None:
     weight = torch.arange(100_000, dtype=torch.int32)
     on_gpu = weight.cuda()
@@ -174,6 +188,7 @@ def main(fault: str, only: bool) -> None:
         residuals(512)
         deltas()
         routes()
+        experts()
         prefetches()
         torch.cuda.synchronize()
         print("sanitize: results are right", flush=True)
