@@ -58,12 +58,14 @@ def commit_on_gpu(pdl: bool = True) -> Commit:
     return commit
 
 
-def commit_on_machine(seed: int = 0, races: bool = True, edit: Edit = str) -> Commit:
+def commit_on_machine(
+    seed: int = 0, races: bool = True, edit: Edit = str, name: str = "commit"
+) -> Commit:
     """Seeds count up from launch to launch."""
     from tests.verify_kernels.machine import GlobalMemory, launch, tensor_argument
     from tests.verify_kernels.machine.kernels import compiled
 
-    variant, ptx = compiled("kda", "commit")
+    variant, ptx = compiled("kda", name)
     seeds = itertools.count(seed)
     kernel = variant.kernel
 
@@ -71,13 +73,13 @@ def commit_on_machine(seed: int = 0, races: bool = True, edit: Edit = str) -> Co
         given = {f.name: getattr(cache, f.name) for f in fields(cache)}
         given |= {"slots": slots, "accepted": accepted}
         memory, parameters = GlobalMemory(), []
-        for name in kernel.parameters:
-            tensor = given[name]
-            written = name in ("state", "window", "counts")
-            at = memory.add(tensor, name, dynamic=True, writable=written)
+        for own in kernel.parameters:
+            tensor = given[own]
+            written = own in ("state", "window", "counts")
+            at = memory.add(tensor, own, dynamic=True, writable=written)
             # Extents and strides that are open.
             extents, strides = (2, 1) if tensor.dim() > 1 else (1, 0)
-            if name == "window":
+            if own == "window":
                 extents, strides = 3, 2
             shape, steps = tensor.shape[:extents], tensor.stride()[:strides]
             parameters.append(tensor_argument(at, shape, steps))

@@ -36,7 +36,7 @@ WRITTEN = ("state", "window", "u", "key", "decay", "counts", "out")
 
 
 def run_on_machine(
-    fold: bool,
+    layout: str,
     ctas: int,
     w: KdaVerifyWeights,
     batch: VerifyBatch,
@@ -45,7 +45,7 @@ def run_on_machine(
     races: bool,
 ) -> None:
     """One launch; ``tensors`` by the names of the kernel's parameters."""
-    variant, ptx = compiled("kda", variant_name(ctas, fold))
+    variant, ptx = compiled("kda", variant_name(ctas, layout))
     memory = GlobalMemory()
     parameters = []
     for name in variant.kernel.parameters:
@@ -65,7 +65,7 @@ def run_on_machine(
         parameters.append(tensor_argument(at, shape, steps))
     for number in (w.lower_bound, w.norm_eps):
         parameters.append(np.float32(number).tobytes())
-    columns = 1 if fold else tensors["state_slots"].shape[1]
+    columns = tensors["state_slots"].shape[1] if layout == "snapshot" else 1
     parameters.append(np.int32(columns).tobytes())
     launch(
         ptx,
@@ -93,7 +93,7 @@ def on_machine(ctas: int, seed: int = 0, races: bool = False) -> tests.Step:
     ) -> None:
         tensors = {f.name: getattr(cache, f.name) for f in fields(cache)}
         tensors |= {"packed": packed, "out": out}
-        run_on_machine(True, ctas, w, batch, tensors, next(seeds), races)
+        run_on_machine("fold", ctas, w, batch, tensors, next(seeds), races)
 
     return step
 
@@ -114,7 +114,7 @@ def snapshots_on_machine(
     ) -> None:
         tensors = {"packed": packed, "state": state, "window": window}
         tensors |= {"state_slots": slots, "out": out}
-        run_on_machine(False, ctas, w, batch, tensors, next(seeds), races)
+        run_on_machine("snapshot", ctas, w, batch, tensors, next(seeds), races)
 
     return step
 

@@ -204,7 +204,7 @@ def test_a_bound_launch_passes_what_the_kernel_takes(requests: int, which: int) 
     launch(*given.values())
     ((own, passed),) = calls
     assert own == which
-    wanted = [(given | held)[name] for name in KdaKernel(2, False).parameters]
+    wanted = [(given | held)[name] for name in KdaKernel(2, False, True).parameters]
     # The fold layout's four are left out before the last.
     wanted[-1:-1] = [None] * 4
     assert len(passed) == len(wanted) + 4

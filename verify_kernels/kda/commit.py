@@ -7,6 +7,8 @@ Per slot and head, with n = min(accepted, recorded) and the step's u, k, a = e^g
     window[0 .. 2] <- window[n .. n + 2],   recorded <- 0
 
 by `KdaParts.fold_rows`, so the bits are those that the next step would have folded to.
+In a rolling window the taps are one entry further back, so with n = 0 they stay; and
+``accepted`` below 1 says that a prompt will start in the slot: nothing of it is kept.
 
 A cluster of four CTAs owns one head of one slot, and a CTA 32 channels of it: that many
 rows of the state S [V, K], two of them to sixteen lanes as in the verify kernel; rank 0
@@ -29,7 +31,7 @@ Early loads: none, earlier kernels write all of it.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from verify_kernels.common import ptx
 from verify_kernels.kda.parts import (
@@ -57,7 +59,7 @@ MOVERS = 3 * LINE_BYTES // 16
 
 
 class KdaCommitKernel(KdaParts):
-    """For any number of heads and slots."""
+    """For any number of heads and slots; rolling as of `KdaKernel`."""
 
     pdl = True
     early_release = "dependents wait before they read what this kernel stores"
@@ -74,8 +76,8 @@ class KdaCommitKernel(KdaParts):
     )
     threads = THREADS
 
-    def __init__(self):
-        super().__init__(CTAS, True)
+    def __init__(self, rolling: bool):
+        super().__init__(CTAS, True, rolling)
         # Of the vectors only those of rows that wait.
         self.vectors_at = -OLD_U * KIND_BYTES
         self.shared_bytes = 3 * KIND_BYTES
@@ -162,13 +164,14 @@ class KdaCommitKernel(KdaParts):
             window_at = window.iterator.toint() + Int64(2) * window.stride[0] * slot
             line = head + heads * (thread // 16)
             window_at = window_at + Int64(LINE_BYTES) * line + 16 * (thread % 16)
-            taps = self.entries(window_at, pitch, rows, moves)
+            taps = self.entries(window_at, pitch, rows - self.least, moves)
 
             recorded = counts[slot, head, 0]
             count = cutlass.min(rows, cutlass.max(recorded, Int32(0)))
             # More were told accepted than there were rows.
             if count < rows:
-                taps = self.entries(window_at, pitch, count, moves)
+                first = self.first_tap(count)
+                taps = self.entries(window_at, pitch, first, moves)
 
             place = base + self.vectors_at + VECTOR_BYTES * warp
             for kind, words in ((OLD_KEY, key_words), (OLD_DECAY, decay_words)):
@@ -194,8 +197,11 @@ class KdaCommitKernel(KdaParts):
             cute.arch.cluster_wait()
             if (thread == 0) & (rank == 0):
                 counts[slot, head, 0] = Int32(0)
-                if told > recorded:
+                if told > cutlass.max(recorded, Int32(self.least)):
                     counts[slot, head, 1] = counts[slot, head, 1] + 1
+                if const_expr(self.rolling):
+                    if told <= 0:
+                        counts[slot, head, 1] = Int32(0)
 
     @cute.jit
     def entries(self, address, pitch, first, live):

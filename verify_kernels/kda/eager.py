@@ -51,14 +51,14 @@ def _arguments() -> Sequence[Any]:
     )
 
 
-def commit_variant() -> Variant:
-    """The one form there is."""
+def commit_variant(rolling: bool) -> Variant:
+    """The form for a window that rolls, or for that of `KdaFoldState`."""
     from verify_kernels.kda.commit import KdaCommitKernel
 
     return Variant(
         op="kda",
-        name="commit",
-        kernel=KdaCommitKernel(),
+        name="slot_commit" if rolling else "commit",
+        kernel=KdaCommitKernel(rolling),
         arguments=_arguments,
         max_registers=MAX_REGISTERS,
         max_shared_bytes=MAX_SHARED_BYTES,
@@ -67,8 +67,9 @@ def commit_variant() -> Variant:
 
 
 @functools.cache
-def _compiled(device: int) -> Callable[..., None]:
-    return cached(commit_variant(), device_arch(device))
+def compiled_commit(device: int, rolling: bool) -> Callable[..., None]:
+    """The commit for a GPU."""
+    return cached(commit_variant(rolling), device_arch(device))
 
 
 def kda_commit(
@@ -132,5 +133,5 @@ def kda_commit(
             f"state is on {state.device}; the kernel needs a CUDA device: move the "
             "tensors there or use verify_kernels.kda.reference"
         )
-    launch = _compiled(state.device.index)
+    launch = compiled_commit(state.device.index, False)
     launch(*(tensor for _, tensor, *_ in arguments), int(pdl))

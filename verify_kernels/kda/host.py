@@ -30,6 +30,9 @@ SNAPSHOT_CLUSTERS = ((8, 8), (60, 4), (110, 2))
 #: Two CTAs of 256 threads fit an SM.
 MAX_REGISTERS = 128
 MAX_SHARED_BYTES = 113 * 1024
+#: By name: whether rows are recorded to be folded, and whether the window rolls. "slot"
+#: is the fold in vLLM's slots (`verify_kernels.kda.slots`).
+LAYOUTS = {"fold": (True, False), "snapshot": (False, True), "slot": (True, True)}
 #: At -O3 ptxas gives registers away for overlap and then spills the state: 8 to 104
 #: bytes a thread of a whole head at 128 registers; at -O2 it needs 111 and spills none.
 OPTIONS = "--ptxas-options -O2"
@@ -118,9 +121,9 @@ class KdaFoldState:
         self.counts[:, :, 0].index_fill_(0, slots, 0)
 
 
-def variant_name(ctas: int, fold: bool) -> str:
-    """Name of a form; says all that its kernel is made from."""
-    return f"{'fold' if fold else 'snapshot'}_c{ctas}"
+def variant_name(ctas: int, layout: str) -> str:
+    """Name of a form, its layout one of `LAYOUTS`; says all its kernel is made from."""
+    return f"{layout}_c{ctas}"
 
 
 def cluster_size(requests: int, heads: int, fold: bool) -> int:
@@ -146,7 +149,7 @@ def fake(kind: Any, shape: tuple[Any, ...], opened: int, align: int) -> Any:
     return rt.make_fake_tensor(kind, shape, tuple(stride), assumed_align=align)
 
 
-def _arguments(fold: bool) -> Sequence[Any]:
+def _arguments(fold: bool, rolling: bool) -> Sequence[Any]:
     """Fake arguments: M, B, the heads, the slots and their strides are open."""
     import cutlass
     import cutlass.cute as cute
@@ -169,9 +172,9 @@ def _arguments(fold: bool) -> Sequence[Any]:
         fake(fp32, (heads, DIM), 0, 4),
         fake(fp32, (DIM,), 0, 16),
         integers(cute.sym_int()),
-        integers(requests)
-        if fold
-        else fake(cutlass.Int32, (requests, cute.sym_int()), 1, 4),
+        fake(cutlass.Int32, (requests, cute.sym_int()), 1, 4)
+        if rolling
+        else integers(requests),
         integers(requests),
         fake(fp32, (slots, heads, DIM, DIM), 1, 16),
         fake(bf16, (cute.sym_int(), cute.sym_int(), cute.sym_int()), 2, 16),
@@ -187,7 +190,7 @@ def _arguments(fold: bool) -> Sequence[Any]:
 
 
 def variants() -> list[Variant]:
-    """One form a layout and cluster size, and the commit. Programmatic launch is an
+    """One form a layout and cluster size, and the commits. Programmatic launch is an
     argument."""
     from verify_kernels.kda.eager import commit_variant
     from verify_kernels.kda.kernel import KdaKernel
@@ -195,22 +198,23 @@ def variants() -> list[Variant]:
     forms = [
         Variant(
             op="kda",
-            name=variant_name(ctas, fold),
-            kernel=KdaKernel(ctas, fold),
-            arguments=functools.partial(_arguments, fold),
+            name=variant_name(ctas, layout),
+            kernel=KdaKernel(ctas, *parts),
+            arguments=functools.partial(_arguments, *parts),
             max_registers=MAX_REGISTERS,
             max_shared_bytes=MAX_SHARED_BYTES,
             options=OPTIONS,
         )
-        for fold in (True, False)
+        for layout, parts in LAYOUTS.items()
         for ctas in CLUSTERS
     ]
-    return [*forms, commit_variant()]
+    return [*forms, commit_variant(False), commit_variant(True)]
 
 
 @functools.cache
-def _compiled(device: int, ctas: int, fold: bool) -> Callable[..., None]:
-    name = variant_name(ctas, fold)
+def compiled(device: int, ctas: int, layout: str) -> Callable[..., None]:
+    """The form of a layout and cluster size for a GPU."""
+    name = variant_name(ctas, layout)
     variant = next(v for v in variants() if v.name == name)
     return cached(variant, device_arch(device))
 
@@ -220,7 +224,7 @@ def packed_width(heads: int) -> int:
     return 4 * heads * DIM + DIM + heads
 
 
-def _weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[Argument]:
+def weight_arguments(weights: KdaVerifyWeights, heads: int) -> list[Argument]:
     """In the kernel's order."""
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
@@ -297,7 +301,7 @@ def _launch(
     # In the kernel's order.
     arguments: list[Argument] = [
         ("packed", packed, bf16, packed.shape, 1, 16),
-        *_weight_arguments(weights, heads),
+        *weight_arguments(weights, heads),
         ("row_start", batch.row_start, int32, (requests + 1,), 0, 4),
         ("state_slots" if records else "slots", slots, int32, table, len(table) - 1, 4),
         ("accepted", batch.accepted, int32, (requests,), 0, 4),
@@ -313,7 +317,7 @@ def _launch(
             f"packed is on {packed.device}; the kernel needs a CUDA device: move the "
             "tensors there or use verify_kernels.kda.reference"
         )
-    _compiled(packed.device.index, ctas, bool(records))(
+    compiled(packed.device.index, ctas, "fold" if records else "snapshot")(
         *(tensor for _, tensor, *_ in arguments),
         weights.lower_bound,
         weights.norm_eps,
@@ -544,7 +548,7 @@ def bind_snapshots(
         )
     if ctas not in (None, *CLUSTERS):
         raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
-    arguments = cache_arguments(state, window) + _weight_arguments(weights, heads)
+    arguments = cache_arguments(state, window) + weight_arguments(weights, heads)
     check_all(arguments, state.device, "state")
     columns = min(MAX_WIDTH, window.shape[1] - (TAPS - 2))
     if columns < 1:
@@ -558,7 +562,7 @@ def bind_snapshots(
             "there or use verify_kernels.kda.snapshot"
         )
     kernels = [
-        _compiled(device.index, ctas or cluster_size(requests, heads, False), False)
+        compiled(device.index, ctas or cluster_size(requests, heads, False), "snapshot")
         for requests in range(MAX_ROWS + 1)
     ]
     return BoundSnapshots(kernels, weights, columns, pdl)

@@ -70,6 +70,10 @@ class KdaKernel(KdaParts):
     Args:
         ctas: C, CTAs of a cluster: 1, 2, 4 or 8.
         fold: the layout of `KdaFoldState`; else a snapshot a row, in vLLM's slots.
+        rolling: vLLM's window, c[0 ..]: the taps before row 0 are c[a - 1 .. a + 1], a
+            the accepted count and 1 at least; else that of `KdaFoldState`. Snapshots
+            have no other. ``state_slots`` is a table [B, S] then, and a fold reads its
+            first column.
     """
 
     pdl = True
@@ -77,8 +81,8 @@ class KdaKernel(KdaParts):
     early_loads = ("w_fb", "conv", "a_log", "dt_bias", "norm")
     threads = THREADS
 
-    def __init__(self, ctas: int, fold: bool):
-        super().__init__(ctas, fold)
+    def __init__(self, ctas: int, fold: bool, rolling: bool):
+        super().__init__(ctas, fold, rolling)
         records = ("u", "key", "decay", "counts") if fold else ()
         self.parameters = (
             "packed",
@@ -216,18 +220,22 @@ class KdaKernel(KdaParts):
         begin = row_start[request]
         width = cutlass.min(row_start[request + 1] - begin, Int32(MAX_WIDTH))
         told = accepted[request]
-        if const_expr(self.fold):
+        if const_expr(not self.rolling):
             slot = state_slots[request]
+        elif const_expr(self.fold):
+            slot = state_slots[request, 0]
         else:
             last = slots_of_request - 1
             snapshot = state_slots[request, cutlass.min(lane % MAX_WIDTH, last)]
             slot = cute.arch.shuffle_sync(snapshot, 0)
         if (slot > 0) & (width > 0):
-            #: The first of the three past taps in the window; rows to fold, if there
-            #: are so many.
+            #: The first of the three past taps in the window.
             if const_expr(self.fold):
                 source = slot
-                oldest = cutlass.min(cutlass.max(told, Int32(0)), Int32(MAX_WIDTH))
+                #: Rows to fold, if there are so many.
+                most = cutlass.max(told, Int32(self.least))
+                most = cutlass.min(most, Int32(MAX_WIDTH))
+                oldest = most - self.least
             else:
                 oldest = cutlass.min(cutlass.max(told, Int32(1)) - 1, last)
                 # Even a wrong count reads a slot that is there.
@@ -280,13 +288,22 @@ class KdaKernel(KdaParts):
             waiting = Int32(0)
             if const_expr(self.fold):
                 recorded = counts[slot, head, 0]
-                waiting = cutlass.min(oldest, recorded)
+                if const_expr(self.rolling):
+                    # Of a slot that held something else before.
+                    recorded = cutlass.max(recorded, Int32(0))
+                waiting = cutlass.min(most, recorded)
+                first = self.first_tap(waiting)
                 # More were told accepted than there were rows.
-                if waiting < oldest:
+                if first < oldest:
                     tap_words = ptx.load_global_128_if(
-                        tap_at + window_pitch * (waiting + tap), live_tap
+                        tap_at + window_pitch * (first + tap), live_tap
                     )
-                if (warp == 1) & (lane < 3) & (waiting > 0):
+                copied = waiting
+                if warp == 1:
+                    # Of one lane, so that no more is waited for than is copied even if
+                    # another request writes the count, in the same slot by mistake.
+                    copied = cute.arch.shuffle_sync(waiting, 0)
+                if (warp == 1) & (lane < 3) & (copied > 0):
                     from_at = self.slot_of(u, slot)
                     if lane == 1:
                         from_at = self.slot_of(key, slot)
@@ -294,12 +311,16 @@ class KdaKernel(KdaParts):
                         from_at = self.slot_of(decay, slot)
                     from_at = from_at + KIND_BYTES * Int64(head)
                     place = base + self.vectors_at + KIND_BYTES * (OLD_U + lane)
-                    size = VECTOR_BYTES * waiting
+                    size = VECTOR_BYTES * copied
                     ptx.bulk_load(place, from_at, size, base + STATE_FULL)
-            if thread == 0:
-                size = self.channels * VECTOR_BYTES
-                self.expect(base + STATE_FULL, size + 3 * VECTOR_BYTES * waiting)
-                if const_expr(self.ctas > 1):
+                if thread == 32:
+                    size = self.channels * VECTOR_BYTES + 3 * VECTOR_BYTES * copied
+                    self.expect(base + STATE_FULL, size)
+            else:
+                if thread == 32:
+                    self.expect(base + STATE_FULL, self.channels * VECTOR_BYTES)
+            if const_expr(self.ctas > 1):
+                if thread == 0:
                     self.expect(base + SQUARES_FULL, 4 * QUADS * width)
             for row, live, line_words in rows:
                 at = ENTRY_BYTES * (TAPS - 1 + row) + LINE_BYTES * (group % 4)

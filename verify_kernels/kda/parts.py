@@ -49,12 +49,16 @@ TAPS_FULL, STATE_FULL, SQUARES_FULL = (8 * i for i in range(3))
 class KdaParts:
     """Layout and steps of `verify_kernels.kda.kernel.KdaKernel`; arguments as there."""
 
-    def __init__(self, ctas: int, fold: bool):
+    def __init__(self, ctas: int, fold: bool, rolling: bool):
         self.ctas = ctas
         self.fold = fold
+        self.rolling = rolling
         self.kinds = KINDS if fold else OLD_U
-        #: Taps that stay in front of a step's rows in the window.
-        self.past = TAPS - 1 if fold else TAPS - 2
+        #: Taps that stay in front of a step's rows in the window. A rolling one drops
+        #: the oldest: one row at least is accepted.
+        self.past = TAPS - 2 if rolling else TAPS - 1
+        #: Accepted rows at the least, whose taps are at the window's begin.
+        self.least = TAPS - 1 - self.past
         #: Of a CTA.
         self.channels = DIM // ctas
         #: Fours of channels of a CTA, a power of two.
@@ -111,6 +115,14 @@ class KdaParts:
     def slot_of(self, records, slot):
         """Address of a slot's records of Float32."""
         return records.iterator.toint() + Int64(4) * records.stride[0] * slot
+
+    @cute.jit
+    def first_tap(self, count):
+        """Entry of the window with the first of three past taps once ``count`` rows
+        are folded."""
+        if const_expr(self.rolling):
+            count = cutlass.max(count, Int32(1)) - 1
+        return count
 
     @cute.jit
     def element(self, address, kind=Float32):
@@ -335,7 +347,11 @@ class KdaParts:
         rank, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         if (thread == 0) & (rank == 0):
-            if told > counts[slot, head, 0]:
+            recorded = counts[slot, head, 0]
+            if const_expr(self.rolling):
+                # After a prompt one is told accepted, and none recorded.
+                recorded = cutlass.max(recorded, Int32(1))
+            if told > recorded:
                 counts[slot, head, 1] = counts[slot, head, 1] + 1
             counts[slot, head, 0] = width
 
