@@ -17,6 +17,9 @@ Side = Literal["ours", "stock"]
 OPS = ("attn_res", "kda", "kda_core", "mla", "moe", "moe_route", "dense", "lm_head")
 PARTS = {"kda_core": "kda", "moe_route": "moe"}
 SIDES = ("ours", "stock")
+Layout = Literal["snapshot", "fold"]
+#: How a request's recurrent states are kept (`dspark_k3.target.slots`).
+LAYOUTS = ("snapshot", "fold")
 
 
 def _all_ours() -> Mapping[str, Side]:
@@ -36,12 +39,17 @@ class Settings:
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
             which of them a difference comes from; what is not named is ours. A stock
             kda has a stock kda_core, a stock moe a stock moe_route.
+        kda_layout: with ``target``, how KDA's states are kept while drafts are
+            verified: "snapshot", vLLM's way, the state after each of 1 + drafts rows in
+            a slot of its own; "fold", one slot a request, the state of what was
+            accepted and the last step's rows. Without speculation both are one state.
         pdl: with ``target``, launch our kernels as programmatic dependents.
     """
 
     check_draft: bool = True
     target: bool = False
     ops: Mapping[str, Side] = field(default_factory=_all_ours)
+    kda_layout: Layout = "snapshot"
     pdl: bool = True
 
     def ours(self, op: str) -> bool:
@@ -72,16 +80,30 @@ def read(additional_config: Any) -> Settings:
             )
         if name == "ops":
             values[name] = _read_ops(value)
+        elif name == "kda_layout":
+            if value not in LAYOUTS:
+                raise ValueError(
+                    f"additional_config[{KEY!r}][{name!r}]={value!r}: must be "
+                    f"{' or '.join(map(repr, LAYOUTS))}"
+                )
         elif not isinstance(value, bool):
             raise ValueError(
                 f"additional_config[{KEY!r}][{name!r}]={value!r}: must be true or false"
             )
-    if "ops" in values and not values.get("target"):
+    for name in ("ops", "kda_layout"):
+        if name in values and not values.get("target"):
+            raise ValueError(
+                f"additional_config[{KEY!r}] sets {name} without target; add "
+                f'"target": true, or take {name} out'
+            )
+    settings = Settings(**values)
+    if settings.kda_layout == "fold" and not settings.ours("kda_core"):
         raise ValueError(
-            f"additional_config[{KEY!r}] sets ops without target; add "
-            '"target": true, or take ops out'
+            f"additional_config[{KEY!r}] sets kda_layout to 'fold' and kda_core, which "
+            "needs snapshots then, to 'stock': set kda_core to 'ours', or take "
+            "kda_layout out"
         )
-    return Settings(**values)
+    return settings
 
 
 def _read_ops(given: Any) -> Mapping[str, Side]:

@@ -32,6 +32,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from dspark_k3.settings import Settings
 from dspark_k3.target import graphs
 from dspark_k3.target.counters import Reason, StepCounters
+from dspark_k3.target.fold import FoldAttention, KdaFold
 from dspark_k3.target.kda import KdaVerify, serves
 from dspark_k3.target.sublayers import (
     Dense,
@@ -73,6 +74,8 @@ class Layer:
         ours: Callable[..., Sublayer] = Mla
         if kda:
             ours = KdaVerify if settings.ours("kda_core") else Kda
+            if isinstance(layer.self_attn, FoldAttention):
+                ours = KdaFold
         self.attention = _sublayer(
             "kda" if kda else "mla", ours, layer.self_attn, settings
         )

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: A KDA layer's convolution windows and recurrent states, slots first.
+#: A KDA layer's convolution windows, recurrent states and, folded, records and their
+#: counts; slots first.
 Caches = Sequence[Tensor]
 
 

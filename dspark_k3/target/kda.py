@@ -71,14 +71,18 @@ class KdaVerify:
             ) from error
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        launch, rows = self._launch, hidden.shape[0]
-        assert launch is not None, "a step with metadata before prepare_kv"
+        rows = hidden.shape[0]
         metadata = get_forward_context().attn_metadata[self._module.prefix]
-        window, state = self._module.kv_cache[:2]
         out = self._out[:rows]
-        packed = self._in_proj(hidden)
-        launch(packed, state, window, *self.step_of(metadata, rows), out)
+        self.run(self._in_proj(hidden), metadata, out)
         return over_ranks(self._o_proj(out.view(rows, -1)))
+
+    def run(self, packed: Tensor, metadata: Any, out: Tensor) -> None:
+        """The core: from packed rows bf16 [M, P] to ``out`` bf16 [M, H, 128]."""
+        assert self._launch is not None, "a step with metadata before prepare_kv"
+        window, state = self._module.kv_cache[:2]
+        step = self.step_of(metadata, packed.shape[0])
+        self._launch(packed, state, window, *step, out)
 
     def step_of(self, metadata: Any, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """A step of ``rows`` rows as the kernel takes it.

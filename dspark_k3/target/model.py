@@ -41,9 +41,16 @@ class K3ForCausalLM(KimiLinearForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._settings = asked
         if asked.target:
-            from dspark_k3.target import agreement, attention, graphs
+            from dspark_k3.target import agreement, attention, graphs, slots
 
             attention.use_ragged_mla(self)
+            layout = asked.kda_layout
+            # Without speculation vLLM's own way is one slot a request.
+            if layout == "fold" and vllm_config.num_speculative_tokens:
+                from dspark_k3.target import fold
+
+                fold.use_fold(self)
+            logger.info("dspark-k3: %s", slots.describe(vllm_config, layout))
             graphs.capture_ragged_decode()
             agreement.agree_on_lengths()
             # What tells vLLM's model state to build the executor.

@@ -27,6 +27,8 @@ CAPABILITIES = ((9, 0),)
 STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
 #: The same for the choice of experts.
 STOCK_ROUTE = 'set "ops": {"moe_route": "stock"}'
+#: What gives vLLM's slots back.
+SNAPSHOT_LAYOUT = 'set "kda_layout": "snapshot"'
 
 
 class UnsupportedTarget(ValueError):

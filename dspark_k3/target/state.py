@@ -59,9 +59,9 @@ class CountedK3State(KimiK3ModelState):
         return metadata
 
     def _kda_caches(self) -> dict[str, list[Tensor]]:
-        """Convolution windows and recurrent states of every KDA layer, by its name."""
+        """All that the slots of every KDA layer hold, by its name."""
         return {
-            layer.self_attn.prefix: list(layer.self_attn.kv_cache[:2])
+            layer.self_attn.prefix: list(layer.self_attn.kv_cache)
             for layer in self.language_model.model.layers
             if hasattr(layer.self_attn, "in_proj_qkvgfab")
         }
