@@ -66,3 +66,12 @@ def clear_states(
         for layer in held:
             for cache in layer:
                 cache.index_fill_(0, slots, 0)
+
+
+def kda_caches(layers: Iterable[Any]) -> dict[str, Caches]:
+    """All that the slots of every KDA layer hold, by its name, of K3's layers."""
+    return {
+        layer.self_attn.prefix: list(layer.self_attn.kv_cache)
+        for layer in layers
+        if hasattr(layer.self_attn, "in_proj_qkvgfab")
+    }

@@ -402,7 +402,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "committed KDA states in vLLM's slots",
         _is("cache_config.use_replayssm", _off),
-        "leave --use-replayssm out",
+        'leave --use-replayssm out; "kda_layout": "fold" takes one slot a request',
     ),
     Rule(
         "KDA states of no other request",

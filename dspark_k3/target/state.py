@@ -35,7 +35,10 @@ class CountedK3State(KimiK3ModelState):
         if not dummy and (rows := fresh.one_token_prompts(input_batch)):
             fresh.run_as_decodes(input_batch, rows)
             fresh.clear_states(
-                rows, block_tables, kv_cache_config.kv_cache_groups, self._kda_caches()
+                rows,
+                block_tables,
+                kv_cache_config.kv_cache_groups,
+                fresh.kda_caches(self.language_model.model.layers),
             )
         metadata = super().prepare_attn(
             input_batch,
@@ -57,11 +60,3 @@ class CountedK3State(KimiK3ModelState):
             )
             executor.counters.count(executor.judge(rows_run, metadata, cudagraph_mode))
         return metadata
-
-    def _kda_caches(self) -> dict[str, list[Tensor]]:
-        """All that the slots of every KDA layer hold, by its name."""
-        return {
-            layer.self_attn.prefix: list(layer.self_attn.kv_cache)
-            for layer in self.language_model.model.layers
-            if hasattr(layer.self_attn, "in_proj_qkvgfab")
-        }

@@ -290,9 +290,7 @@ class BothEngine(Engine):
             past, state = held.past, held.state
             for t in range(len(missing)):
                 line = torch.cat((past, lines[t : t + 1]))
-                state = step(
-                    state, line.unbind(1), rows, t, self.launch._weights
-                ).state
+                state = step(state, line.unbind(1), rows, t, self.launch._weights).state
                 past = line[1:]
             held = Alone(done, past, state)
         self.alone[index] = held

@@ -36,6 +36,13 @@ def test_a_stock_kda_has_a_stock_core() -> None:
     assert [op for op in settings.OPS if not read.ours(op)] == ["kda_core"]
 
 
+def test_a_layout_is_read() -> None:
+    for layout in settings.LAYOUTS:
+        given = {"dspark_k3": {"target": True, "kda_layout": layout}}
+        assert settings.read(given).kda_layout == layout
+    assert settings.Settings().kda_layout == "snapshot"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -54,6 +61,19 @@ def test_a_stock_kda_has_a_stock_core() -> None:
             "sets moe_route to 'ours' and moe, which it is a part of, to 'stock'",
         ),
         ({"ops": {"moe": "stock"}}, "sets ops without target"),
+        ({"kda_layout": "fold"}, "sets kda_layout without target; add"),
+        (
+            {"target": True, "kda_layout": "eager"},
+            r"\['kda_layout'\]='eager': must be 'snapshot' or 'fold'",
+        ),
+        ({"target": True, "kda_layout": True}, "=True: must be 'snapshot' or 'fold'"),
+        *(
+            (
+                {"target": True, "kda_layout": "fold", "ops": {op: "stock"}},
+                "sets kda_layout to 'fold' and kda_core, which needs snapshots then",
+            )
+            for op in ("kda", "kda_core")
+        ),
         ([1], r"\[1\]: must be an object"),
     ],
 )

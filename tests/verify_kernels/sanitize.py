@@ -23,6 +23,7 @@ from torch import Tensor
 from tests.verify_kernels import test_kda_commit as kda_commit_tests
 from tests.verify_kernels import test_kda_kernel as kda_tests
 from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
+from tests.verify_kernels import test_kda_slots as kda_slots_tests
 from tests.verify_kernels import test_moe_experts as expert_tests
 from tests.verify_kernels import test_moe_route as route_tests
 from verify_kernels.attn_res import attn_res
@@ -126,6 +127,9 @@ def deltas() -> None:
     kda_tests.check_equal_over(forms, "cuda")
     snapshots = [kda_snapshot_tests.on_gpu(ctas) for ctas in CLUSTERS]
     kda_snapshot_tests.check_same_as_fold(forms[-1], snapshots, "cuda")
+    slots = [kda_slots_tests.on_gpu(ctas) for ctas in CLUSTERS]
+    kda_slots_tests.check_same_as_fold(forms[-1], slots, "cuda")
+    kda_slots_tests.check_what_is_told(slots[0], "cuda")
     commit = kda_commit_tests.commit_on_gpu()
     kda_commit_tests.check_commit_is_the_fold(forms[0], commit, "cuda")
 

@@ -200,7 +200,8 @@ class KdaCommitKernel(KdaParts):
                 if told > cutlass.max(recorded, Int32(self.least)):
                     counts[slot, head, 1] = counts[slot, head, 1] + 1
                 if const_expr(self.rolling):
-                    if told <= 0:
+                    begins = told <= 0
+                    if begins:
                         counts[slot, head, 1] = Int32(0)
 
     @cute.jit

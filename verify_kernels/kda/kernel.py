@@ -320,8 +320,9 @@ class KdaKernel(KdaParts):
                 if thread == 32:
                     self.expect(base + STATE_FULL, self.channels * VECTOR_BYTES)
             if const_expr(self.ctas > 1):
+                size = 4 * QUADS * width
                 if thread == 0:
-                    self.expect(base + SQUARES_FULL, 4 * QUADS * width)
+                    self.expect(base + SQUARES_FULL, size)
             for row, live, line_words in rows:
                 at = ENTRY_BYTES * (TAPS - 1 + row) + LINE_BYTES * (group % 4)
                 place = base + self.lines_at + at

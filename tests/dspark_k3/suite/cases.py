@@ -42,7 +42,8 @@ class Case:
         plain: the case whose tokens this one must give, "" for a plain one.
         adaptive: draft lengths are trimmed by confidence.
         eager: without CUDA graphs.
-        stock: every op of the executor is vLLM's.
+        stock: every op of the executor is vLLM's, and so are the slots.
+        layout: of KDA's states.
         asked: our target is asked for at all.
         engine: further arguments of vLLM's LLM.
         options: of `jobs.job`.
@@ -55,6 +56,7 @@ class Case:
     adaptive: bool = False
     eager: bool = False
     stock: bool = False
+    layout: settings.Layout = "snapshot"
     asked: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +87,8 @@ def spec(case: Case) -> EngineSpec:
         ours: dict[str, Any] = {"target": True}
         if case.stock:
             ours["ops"] = dict.fromkeys(settings.OPS, "stock")
+        elif case.layout != "snapshot":
+            ours["kda_layout"] = case.layout
         engine["additional_config"] = {settings.KEY: ours}
     if case.k:
         engine["speculative_config"] = {

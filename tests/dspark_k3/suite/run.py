@@ -16,9 +16,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dspark_k3 import settings
 from experiments.gpu_engine import fleet
 from tests.dspark_k3.suite import cases, verdict
 from tests.dspark_k3.suite.cases import Case
@@ -41,6 +43,7 @@ def suite(
     parallel: int,
     only: str = "",
     add: bool = False,
+    layout: settings.Layout = "snapshot",
     run: Run = fleet.run,
     start: fleet.Launch = fleet.launch,
     reference: Callable[[list[int]], Any] | None = None,
@@ -52,6 +55,7 @@ def suite(
         parallel: engines at a time.
         only: cases whose names contain this, with the plain ones they need; "" is all.
         add: keep the verdicts that ``out`` has from other cases.
+        layout: of KDA's states, in all cases that ask for our target.
         run: `fleet.run`.
         start: starts an engine's process.
         reference: logits [T, vocab] of a token list; default the engine-free model.
@@ -63,7 +67,7 @@ def suite(
 
     def execute(wanted: Sequence[Case], alone: bool = False) -> None:
         outcomes = run(
-            [cases.spec(case) for case in wanted],
+            [cases.spec(replace(case, layout=layout)) for case in wanted],
             out,
             parallel=1 if alone else parallel,
             exclusive=alone,
@@ -202,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--parallel", type=int, default=6, help="engines at a time (default 6)")
     add("--only", default="", help="cases whose names contain this")
     add("--add", action="store_true", help="to the verdicts that DIR has already")
+    add("--kda-layout", default="snapshot", choices=settings.LAYOUTS)
     add("--fork", action="store_true", help="fork engines off a process with vLLM")
     options = parser.parse_args(arguments)
     for folder in (cases.TARGET, cases.DRAFTER):
@@ -213,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parallel=options.parallel,
         only=options.only,
         add=options.add,
+        layout=options.kda_layout,
         start=fleet.launcher(options.fork),
     )
     for name, error in found["failed"].items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -329,6 +330,11 @@ def test_specs_say_what_the_cases_say() -> None:
     stock = cases.spec(by_name["fixed-graph-k5"].as_stock())
     asked = settings.read(stock.engine["additional_config"])
     assert asked.target and not any(asked.ours(op) for op in settings.OPS)
+    folded = replace(by_name["fixed-graph-k5"], layout="fold")
+    asked = settings.read(cases.spec(folded).engine["additional_config"])
+    assert asked == settings.Settings(target=True, kda_layout="fold")
+    asked = settings.read(cases.spec(folded.as_stock()).engine["additional_config"])
+    assert asked.kda_layout == "snapshot"
     absent = [cases.spec(case) for case in cases.unasked_cases()]
     assert [spec.env.get("VLLM_PLUGINS") for spec in absent] == [None, "", None, ""]
     assert all("additional_config" not in spec.engine for spec in absent)
