@@ -27,6 +27,7 @@ from tests.dspark_k3.test_kda_slots import step as run_step
 from tests.dspark_k3.test_target_executor import backbone
 from verify_kernels import VerifyBatch
 from verify_kernels.kda import KdaFoldState, bind_slots
+from verify_kernels.kda.host import DIM
 
 
 @pytest.fixture(autouse=True)
@@ -418,3 +419,32 @@ def test_a_slot_that_is_cleared_counts_no_rows() -> None:
     cache = ours._cache()
     assert not cache.counts[2].any() and not cache.state[2].any()
     assert (cache.counts[[1, 3]] == -1).all()
+
+
+def test_vllm_gives_a_request_one_block() -> None:
+    """By its own manager of states, from the first chunk to the longest sequence."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    shapes = ((10, 768), (2, DIM, DIM), *slots.record_shapes(2))
+    kinds = (torch.bfloat16, torch.float32, *slots.RECORD_DTYPES)
+    for drafts, wanted in ((0, 1), (K, 1 + K)):
+        spec = MambaSpec(
+            block_size=1024,
+            shapes=shapes,
+            dtypes=kinds,
+            num_speculative_blocks=drafts,
+        )
+        pool = BlockPool(20, False, 1024)
+        manager = MambaManager(
+            spec,
+            block_pool=pool,
+            enable_caching=False,
+            kv_cache_group_id=0,
+            scheduler_block_size=1024,
+        )
+        held = 0
+        for tokens in (5, 200, 1024):
+            held += len(manager.allocate_new_blocks("request", tokens, tokens))
+        assert held == wanted
