@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 pytest.importorskip("vllm.models.kimi_k3")
 
@@ -28,6 +29,8 @@ from tests.dspark_k3.test_target_executor import backbone
 from verify_kernels import VerifyBatch
 from verify_kernels.kda import KdaFoldState, bind_slots
 from verify_kernels.kda.host import DIM
+
+STOCK_FORWARD = KimiK3DeltaAttention._forward
 
 
 @pytest.fixture(autouse=True)
@@ -448,3 +451,109 @@ def test_vllm_gives_a_request_one_block() -> None:
         for tokens in (5, 200, 1024):
             held += len(manager.allocate_new_blocks("request", tokens, tokens))
         assert held == wanted
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: None,
+    *,
+    activation: str,
+    conv_states: Tensor,
+    has_initial_state: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    metadata: Any,
+) -> Tensor:
+    """vLLM's, with windows [slots, channels, entries]."""
+    out, starts = torch.empty_like(x), query_start_loc.tolist()
+    for j, begin in enumerate(starts[:-1]):
+        end, held = starts[j + 1], conv_states[int(cache_indices[j])]
+        past = held[:, :3] * has_initial_state[j]
+        past = torch.where(has_initial_state[j], past, torch.zeros_like(past))
+        line = torch.cat((past, x[:, begin:end]), 1).float()
+        taps = torch.stack([line[:, i : i + end - begin] for i in range(4)], -1)
+        out[:, begin:end] = silu((taps * weight[:, None]).sum(-1))
+        held[:, :3] = line[:, -3:]
+    return out
+
+
+def chunk_kda(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    g_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    out: None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """vLLM's, row by row."""
+    found, last = torch.empty_like(v), initial_state.clone()
+    rate = A_log.exp()[:, None]
+    starts = cu_seqlens.tolist()
+    for j in range(len(last)):
+        for t in range(starts[j], starts[j + 1]):
+            query, key, value = (x[0, t].float() for x in (q, k, v))
+            query, key = (
+                torch.nn.functional.normalize(x, dim=-1) for x in (query, key)
+            )
+            raw = raw_g[0, t].float() + g_bias.view_as(key)
+            last[j] *= (lower_bound * torch.sigmoid(rate * raw)).exp()[:, None]
+            error = value - (last[j] * key[:, None]).sum(-1)
+            u = torch.sigmoid(raw_beta[0, t].float())[:, None] * error
+            last[j] += u[:, :, None] * key[:, None]
+            found[0, t] = (last[j] * query[:, None]).sum(-1) * DIM**-0.5
+    return found, last
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1]])
+def test_prompts_go_through_vllms_forward(
+    monkeypatch: pytest.MonkeyPatch, plans: dict[str, Any], order: list[int]
+) -> None:
+    """Its own code on the plan without the verify rows, which are neighbours, are
+    apart, or are none; only its kernels are stood in for."""
+    from vllm.models.kimi_k3.nvidia import kda as stock
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda as kernels
+
+    def gather(state: Tensor, slots: Tensor, kept: Tensor) -> Tensor:
+        found = torch.where(kept[:, None, None, None], state[slots], 0.0)
+        return torch.as_tensor(found)
+
+    engine, found = one_column(Engine(3)), []
+    live = kda_layers.requests(3, K)
+    # The first decodes, the second goes on after four tokens, the third begins.
+    live[1].prompt, live[2].prompt, live[2].computed = 9, 6, 0
+    widths = [[3, 5, 6][i] for i in order]
+    drafted = [[2, 0, 0][i] for i in order]
+    hidden = torch.stack([kda_folds.embedded(i) for i in range(sum(widths))])
+    stub = KimiK3DeltaAttention._forward
+    for forward in (stub, STOCK_FORWARD):
+        monkeypatch.setattr(KimiK3DeltaAttention, "_forward", forward)
+        monkeypatch.setattr(stock, "causal_conv1d_fn", causal_conv)
+        monkeypatch.setattr(stock, "gather_initial_states", gather)
+        monkeypatch.setattr(kernels, "chunk_kda_with_fused_gate", chunk_kda)
+        torch.manual_seed(3)
+        module = kda_folds.folded()
+        kda_folds.bind_folded(module, 1 + 3 * (1 + K))
+        ours = fold.KdaFold(module, pdl=True)
+        ours.prepare_kv()
+        for cache in module.kv_cache[:2]:
+            cache[[1, 9]] = torch.randn(2, *cache.shape[1:]).to(cache.dtype)
+        module.kv_cache[-1][[1, 9]] = 0
+        batch = [live[i] for i in order]
+        plans["kda"] = engine.plan(batch, widths, widths, widths, drafted)
+        neighbours = plans["kda"].spec_token_start is not None
+        assert neighbours == (order == [0, 1, 2])
+        out = module.forward(hidden, torch.arange(len(hidden)))
+        found.append((out, *(cache[[1, 9, 17]] for cache in module.kv_cache[:2])))
+        assert not module.kv_cache[-1][[9, 17], :, 0].any()
+    (wanted, window, state), (out, own_window, own_state) = found
+    torch.testing.assert_close(out, wanted, atol=2**-5, rtol=2**-5)
+    assert torch.equal(own_window[1:, :3], window[1:, :3])
+    torch.testing.assert_close(own_state[1:], state[1:], atol=2**-6, rtol=2**-6)

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dspark_k3 import settings
 from experiments import results
 from tests.dspark_k3.suite import verdict
 
@@ -64,13 +65,17 @@ class Folder:
         return self._load(f"{name}.spec.json")["options"]
 
     def shape(self, name: str) -> dict[str, Any]:
-        """Drafts and manner of an engine: k, mode and adaptive."""
+        """Drafts and manner of an engine: k, mode, adaptive, and the layout of KDA's
+        states if it is not vLLM's."""
         engine = self._load(f"{name}.spec.json")["engine"]
         speculative = engine.get("speculative_config", {})
+        ours = engine.get("additional_config", {}).get(settings.KEY, {})
+        layout = {k: v for k, v in ours.items() if k == "kda_layout"}
         return {
             "k": speculative.get("num_speculative_tokens", 0),
             "mode": "eager" if engine["enforce_eager"] else "graph",
             "adaptive": speculative.get("enable_adaptive_verification", False),
+            **layout,
         }
 
     def sampling(self, name: str, group: str, temperature: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dspark_k3 import settings
 from experiments import results
 from experiments.gpu_engine import fleet
 from tests.dspark_k3.suite import cases, record, verdict
@@ -288,6 +289,21 @@ def test_failed_engines_are_refused_or_lines(suite: Suite) -> None:
     assert line["shape"] == {"k": 5, "mode": "graph", "adaptive": True}
     assert line["gates"] == {"ran": False}
     assert line["note"] == "ValueError: no"
+
+
+LAYOUTS: list[tuple[settings.Layout, dict[str, str]]] = [
+    ("fold", {"kda_layout": "fold"}),
+    ("snapshot", {}),
+]
+
+
+def test_a_line_names_the_layout_that_is_not_vllms(tmp_path: Path) -> None:
+    made = Suite(tmp_path)
+    made.save()
+    for layout, shown in LAYOUTS:
+        made.add(Case("fixed-graph-k7", 7, layout=layout), answer(7))
+        shape = record.Folder(tmp_path).shape("fixed-graph-k7")
+        assert shape == {"k": 7, "mode": "graph", "adaptive": False, **shown}
 
 
 def test_older_verdicts_of_what_failed_are_left_out(suite: Suite) -> None:
