@@ -19,7 +19,7 @@ from verify_kernels.common.variant import Variant
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
 from verify_kernels.moe import ExpertBank, ExpertPlan
 from verify_kernels.moe.down import ExpertsDownKernel
-from verify_kernels.moe.experts import BLOCKS, Shape, _down_arguments, _up_arguments
+from verify_kernels.moe.experts import Shape, _down_arguments, _up_arguments
 from verify_kernels.moe.up import ExpertsUpKernel
 
 #: Two tiles of K for eight warps; K3's cut of K over the warps, and of I in steps.
@@ -30,10 +30,10 @@ CTAS = 3
 
 
 @functools.cache
-def half(shape: Shape, blocks: int) -> tuple[Any, str]:
-    """The first half's kernel and PTX, or with ``blocks`` the second's."""
-    kernel = ExpertsDownKernel(*shape, blocks) if blocks else ExpertsUpKernel(*shape)
-    arguments = _down_arguments if blocks else _up_arguments
+def half(shape: Shape, down: bool) -> tuple[Any, str]:
+    """A half's kernel and PTX."""
+    kernel = ExpertsDownKernel(*shape) if down else ExpertsUpKernel(*shape)
+    arguments = _down_arguments if down else _up_arguments
     made = functools.partial(arguments, *shape)
     return kernel, kernels.ptx_of(Variant("moe", "half", kernel, made))
 
@@ -51,7 +51,6 @@ def run(
 ) -> None:
     """Both launches."""
     rows = latent.shape[:1]
-    blocks = next(b for b in BLOCKS if rows[0] <= 8 * b)
     first = {
         "x": (latent, rows, latent.stride()[:1]),
         "words": (bank.up.words, (), ()),
@@ -67,8 +66,8 @@ def run(
     }
     numbers = [np.float32(x).tobytes() for x in (SITU_BETA, SITU_LINEAR_BETA)]
     for (kernel, ptx), tensors, rest, grid in (
-        (half(shape, 0), first, numbers, CTAS),
-        (half(shape, blocks), second, [], shape[0] // 16),
+        (half(shape, False), first, numbers, CTAS),
+        (half(shape, True), second, [], shape[0] // 16),
     ):
         memory = GlobalMemory()
         parameters = []

@@ -26,6 +26,15 @@ def put(address, value, kind=Int32):
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value
 
 
+@cute.jit
+def stage(to, source, count, thread, threads):
+    """Copies ``count`` numbers to shared memory, all requested at once."""
+    for i in cutlass.range_constexpr(-(-count // threads)):
+        at = threads * i + thread
+        if at < count:
+            put(to + 4 * at, source[at])
+
+
 def factors(scales):
     """2^126 and a tile's scales as bf16 pairs: of row g, and of row g + 8."""
     # An exponent stands at bit 7 of a bf16.

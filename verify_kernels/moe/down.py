@@ -5,16 +5,16 @@ A CTA owns 16 latent columns of all rows, and its 8 warps share the experts: war
 those with ids in the q-th eighth. So a weight is read once, nothing is written but y,
 and the order of the sum is fixed by the ids: within a warp ascending, then the warps.
 
-    ahead        tiles of the next two steps (a step is `chunk` tiles of one expert) are
-                 on their way
-    pairs        which of this lane's tokens chose the expert, and with what weight: the
-                 expert's pairs, one after the other, are held against them
-    multiply     as in up.py, but the 8 columns are tokens, `blocks` times 8 of them;
-                 blocks in which no token chose the expert are passed over
-    add          y += w (W2_e h) in fp32 for each expert, one rounding to bf16 at last
+    lists        the distinct experts, their pairs and the pairs' weights, in shared
+                 memory: everything after it needs them
+    ahead        a step is `chunk` tiles of one expert; tiles of the next two and the
+                 pairs' h of the next one are on their way
+    multiply     as in up.py: eight pairs of the expert are the columns
+    add          y += w (W2_e h) in fp32, in shared memory of the warp alone, by the
+                 lane that has the product; one rounding to bf16 at the end
 
-A token that did not choose the expert has zeros for h and adds +0: its sum has the
-same bits whoever else is there.
+A token's sum has the same bits whoever else is there: its products do not depend on the
+other columns, and experts that it did not choose do not touch it.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -30,6 +30,7 @@ from verify_kernels.moe.device import (
     no_words,
     product,
     put,
+    stage,
     word,
     zeros,
 )
@@ -38,10 +39,16 @@ from verify_kernels.moe.layout import COLUMNS, ROWS, slots_of
 WARPS = 8
 THREADS = 32 * WARPS
 TILE_BYTES = 512
-TOKENS = 8
-#: Steps on their way.
+MAX_ROWS = 64
+#: Pairs that one mma has columns for.
+PAIRS = 8
+#: Steps whose weights are on their way.
 DEPTH = 2
+#: Read once: not kept in L1.
 STREAM = ".L1::no_allocate"
+#: Of a warp's sums, [row of the tile, token]: a row's pitch puts the lanes of a product
+#: into different banks, for neighbouring tokens.
+PITCH = MAX_ROWS + 8
 
 
 def chunk_of(inner: int) -> int:
@@ -51,14 +58,13 @@ def chunk_of(inner: int) -> int:
 
 
 class ExpertsDownKernel:
-    """For up to 8 ``blocks`` rows.
+    """For any number of rows.
 
     Args:
         latent: L, rows of the second matrix, a multiple of 16.
         inner: I, columns on this rank, a multiple of 64.
         experts: E, experts that there are, a multiple of 8.
         top_k: K, a power of two.
-        blocks: of 8 tokens.
     """
 
     pdl = True
@@ -76,20 +82,23 @@ class ExpertsDownKernel:
     )
     early_loads = ()
 
-    def __init__(self, latent: int, inner: int, experts: int, top_k: int, blocks: int):
+    def __init__(self, latent: int, inner: int, experts: int, top_k: int):
         self.latent = latent
         self.inner = inner
         self.experts = experts
+        self.top_k = top_k
         self.k_bits = top_k.bit_length() - 1
-        self.blocks = blocks
         self.chunk = chunk_of(inner)
         self.chunks = inner // (COLUMNS * self.chunk)
         self.slots = slots_of(self.chunk)
         self.step_words = 4 * self.chunk + self.slots // 2
-        # Shared memory: the warps' sums; the distinct experts and their offsets.
-        self.list_at = WARPS * blocks * TILE_BYTES
+        # Shared memory: the warps' sums; distinct experts, their offsets; pairs and
+        # their weights.
+        self.list_at = 4 * WARPS * ROWS * PITCH
         self.offsets_at = self.list_at + 4 * experts
-        self.shared_bytes = self.offsets_at + 4 * (experts + 1)
+        self.pairs_at = self.offsets_at + 4 * (experts + 1)
+        self.weights_at = self.pairs_at + 4 * MAX_ROWS * top_k
+        self.shared_bytes = self.weights_at + 4 * MAX_ROWS * top_k
 
     @cute.jit
     def __call__(
@@ -114,7 +123,7 @@ class ExpertsDownKernel:
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=2 if self.blocks * self.chunk <= 6 else 1,
+            min_blocks_per_mp=2,
             preferred_smem_carveout=100,
         )
 
@@ -131,118 +140,112 @@ class ExpertsDownKernel:
         counts: cute.Tensor,
         out: cute.Tensor,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         warp = thread >> 5
-        g = lane >> 2
-        c = lane & 3
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
+        stage(base + self.list_at, experts, self.experts, thread, THREADS)
+        stage(base + self.offsets_at, offsets, self.experts + 1, thread, THREADS)
+        rows = out.shape[0]
+        for i in cutlass.range(thread, rows << self.k_bits, THREADS, unroll=1):
+            pair = pairs[i]
+            put(base + self.pairs_at + 4 * i, pair)
+            # What is past the pairs that there are is no pair.
+            pair = cutlass.max(pair, Int32(0))
+            share = weights[pair >> self.k_bits, pair & (self.top_k - 1)]
+            put(base + self.weights_at + 4 * i, share, Float32)
+        sums = base + 4 * ROWS * PITCH * warp
+        for i in cutlass.range(lane, ROWS * PITCH // 4, 32, unroll=1):
+            ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
+        cute.arch.sync_threads()
+
         before = Int32(0)
         own = Int32(0)
         bound = warp * (self.experts // WARPS)
-        for i in cutlass.range(thread, used, THREADS, unroll=1):
-            put(base + self.list_at + 4 * i, experts[i])
-            put(base + self.offsets_at + 4 * i, offsets[i])
-        if thread == 0:
-            put(base + self.offsets_at + 4 * used, offsets[used])
-        cute.arch.sync_threads()
         for i in cutlass.range(lane, used, 32, unroll=1):
-            expert = word(base + self.list_at + 4 * i)
-            before = before + Int32(expert < bound)
-            own = own + Int32(
-                (expert >= bound) & (expert < bound + self.experts // WARPS)
-            )
+            over = word(base + self.list_at + 4 * i) - bound
+            before = before + Int32(over < 0)
+            own = own + Int32((over >= 0) & (over < self.experts // WARPS))
         for offset in (16, 8, 4, 2, 1):
             before = before + cute.arch.shuffle_sync_bfly(before, offset=offset)
             own = own + cute.arch.shuffle_sync_bfly(own, offset=offset)
 
         steps = own * self.chunks
-        ahead = cute.make_rmem_tensor((DEPTH * self.step_words,), Int32)
-        for i in cutlass.range_constexpr(DEPTH):
-            self.request(
-                ahead, i * self.step_words, words, scales, base, before, i, steps
-            )
-        count = 4 * self.blocks
-        total = cute.make_rmem_tensor((count,), Float32)
-        total.fill(Float32(0.0))
-        sums = cute.make_rmem_tensor((count,), Float32)
-        own_pair = cute.make_rmem_tensor((self.blocks,), Int32)
-        shares = cute.make_rmem_tensor((2 * self.blocks,), Float32)
-        for step in cutlass.range(steps, unroll=1):
-            held = [ahead[i] for i in range(self.step_words)]
-            for i in cutlass.range_constexpr((DEPTH - 1) * self.step_words):
-                ahead[i] = ahead[i + self.step_words]
-            self.request(
-                ahead,
-                (DEPTH - 1) * self.step_words,
-                words,
-                scales,
-                base,
-                before,
-                step + DEPTH,
-                steps,
-            )
-            index = before + step // self.chunks
-            chunk = step % self.chunks
-            if chunk == 0:
-                self.choose(own_pair, shares, weights, pairs, base, index, g, c)
-                sums.fill(Float32(0.0))
-            at = x.iterator.toint() + 2 * COLUMNS * self.chunk * chunk + 32 * c
-            for b in cutlass.range_constexpr(self.blocks):
-                pair = own_pair[b]
-                live = Int32(pair >= 0)
-                if cute.arch.vote_ballot_sync(pair >= 0) != 0:
-                    row = at + Int64(2 * self.inner) * cutlass.max(pair, Int32(0))
-                    acc = self.multiply(row, live, held)
-                    for i in cutlass.range_constexpr(4):
-                        sums[4 * b + i] = sums[4 * b + i] + acc[i]
-                    if chunk == self.chunks - 1:
-                        for i in cutlass.range_constexpr(4):
-                            n = 4 * b + i
-                            total[n] = cute.math.fma(
-                                shares[2 * b + i % 2], sums[n], total[n]
-                            )
-
-        for b in cutlass.range_constexpr(self.blocks):
-            place = base + TILE_BYTES * (self.blocks * warp + b) + 16 * lane
-            bits = [ptx.float_bits(total[4 * b + i]) for i in range(4)]
-            ptx.store_shared_128_if(place, Int32(1), bits)
+        tiles = [cute.make_rmem_tensor((4 * self.chunk,), Int32) for _ in range(DEPTH)]
+        exponents = [
+            cute.make_rmem_tensor((self.slots // 2,), Int32) for _ in range(DEPTH)
+        ]
+        tokens = cute.make_rmem_tensor((8 * self.chunk,), Int32)
+        for d in cutlass.range_constexpr(DEPTH):
+            number = self.place(base, before, Int32(d), steps)
+            at = words.iterator.toint() + number * (TILE_BYTES * self.chunk)
+            for t in cutlass.range_constexpr(self.chunk):
+                self.request(tiles[d], t, at, Int32(d) < steps, ())
+            self.scales_of(exponents[d], scales, number, Int32(d) < steps)
+        row, live = self.source(x, base, before, Int32(0), Int32(0), steps)
+        for t in cutlass.range_constexpr(self.chunk):
+            self.fetch(tokens, t, row, live)
+        for first in cutlass.range(0, steps, DEPTH, unroll=1):
+            # Each step has registers of its own: to move a word is to wait for it.
+            for d in cutlass.range_constexpr(DEPTH):
+                step = first + d
+                if step < steps:
+                    there = step + DEPTH < steps
+                    number = self.place(base, before, step + DEPTH, steps)
+                    at = words.iterator.toint() + number * (TILE_BYTES * self.chunk)
+                    index = before + step // self.chunks
+                    begin = word(base + self.offsets_at + 4 * index)
+                    count = word(base + self.offsets_at + 4 * index + 4) - begin
+                    for column in cutlass.range(0, count, PAIRS, unroll=1):
+                        # Next come this expert's other pairs, or the next step.
+                        more = column + PAIRS < count
+                        then = cutlass.select_(more, step, step + 1)
+                        beside = cutlass.select_(more, column + PAIRS, Int32(0))
+                        row, live = self.source(x, base, before, then, beside, steps)
+                        goes = there & (column + PAIRS >= count)
+                        acc = self.multiply(
+                            tiles[d], exponents[d], tokens, at, goes, row, live
+                        )
+                        self.add(sums, base, begin + column, count - column, acc)
+                    self.scales_of(exponents[d], scales, number, there)
         cute.arch.sync_threads()
-        for i in cutlass.range(thread, ROWS * out.shape[0], THREADS, unroll=1):
+        for i in cutlass.range(thread, ROWS * rows, THREADS, unroll=1):
             token = i >> 4
-            row = i & 15
-            at = base + TILE_BYTES * (token >> 3) + 16 * (4 * (row & 7))
-            at = at + 16 * ((token & 7) >> 1) + 8 * (row >> 3) + 4 * (token & 1)
-            value = word(at, Float32)
+            column = i & 15
+            sum_at = base + 4 * (PITCH * column + token)
+            value = word(sum_at, Float32)
             for w in cutlass.range_constexpr(1, WARPS):
-                part = word(at + TILE_BYTES * self.blocks * w, Float32)
-                value = value + part
-            out[token, ROWS * group + row] = value.to(BFloat16)
+                value = value + word(sum_at + 4 * ROWS * PITCH * w, Float32)
+            out[token, ROWS * group + column] = value.to(BFloat16)
 
     @cute.jit
-    def request(self, ahead, to, words, scales, base, before, step, steps):
-        """Tiles and scales of a step, if there is one, to ``ahead`` from ``to`` on."""
+    def place(self, base, before, step, steps):
+        """Number of a step's tiles, or of another's if there is no such step."""
         group, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        there = step < steps
-        step = cutlass.select_(there, step, Int32(0))
-        index = before + step // self.chunks
-        index = cutlass.select_(there, index, Int32(0))
-        expert = word(base + self.list_at + 4 * index)
+        step = cutlass.select_(step < steps, step, Int32(0))
+        index = cutlass.select_(steps > 0, before + step // self.chunks, Int32(0))
+        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
         number = Int64(expert) * (self.latent // ROWS) + group
-        number = number * self.chunks + step % self.chunks
-        at = words.iterator.toint() + number * (TILE_BYTES * self.chunk) + 16 * lane
-        for t in cutlass.range_constexpr(self.chunk):
-            loaded = ptx.load_global_128_if(
-                at, Int32(there), TILE_BYTES * t, hint=STREAM
-            )
-            for i in cutlass.range_constexpr(4):
-                ahead[to + 4 * t + i] = loaded[i]
+        return number * self.chunks + step % self.chunks
+
+    @cute.jit
+    def request(self, tiles, t, at, there, old):
+        """The t-th tile of a step, if it is there."""
+        loaded = ptx.load_global_128_if(
+            at + 16 * cute.arch.lane_idx(), Int32(there), TILE_BYTES * t, old, STREAM
+        )
+        for i in cutlass.range_constexpr(4):
+            tiles[4 * t + i] = loaded[i]
+
+    @cute.jit
+    def scales_of(self, exponents, scales, number, there):
+        """This lane's scales of a step, if it is there."""
+        lane = cute.arch.lane_idx()
         pair = (lane >> 2) * 2 + ((lane & 3) >> 1)
         at = scales.iterator.toint() + number * (32 * self.slots)
         at = at + 2 * self.slots * pair
@@ -250,44 +253,67 @@ class ExpertsDownKernel:
             pointer = cute.make_ptr(
                 Int32, at, cute.AddressSpace.gmem, assumed_align=2 * self.slots
             )
-            found = cute.make_tensor(pointer, cute.make_layout(self.slots // 2))
-            for i in cutlass.range_constexpr(self.slots // 2):
-                ahead[to + 4 * self.chunk + i] = found[i]
+            layout = cute.make_layout(self.slots // 2)
+            cute.autovec_copy(cute.make_tensor(pointer, layout), exponents)
 
     @cute.jit
-    def choose(self, own_pair, shares, weights, pairs, base, index, g, c):
-        """Of each block this lane's pair, token g, or -1; and the weights of tokens 2 c
-        and 2 c + 1, 0 if they did not choose the expert."""
-        own_pair.fill(Int32(-1))
-        shares.fill(Float32(0.0))
+    def source(self, x, base, before, step, column, steps):
+        """Where this lane's h is, of a step's eight pairs from ``column`` on, and
+        whether it has one."""
+        lane = cute.arch.lane_idx()
+        there = step < steps
+        step = cutlass.select_(there, step, Int32(0))
+        index = cutlass.select_(there, before + step // self.chunks, Int32(0))
         begin = word(base + self.offsets_at + 4 * index)
-        end = word(base + self.offsets_at + 4 * index + 4)
-        for i in cutlass.range(begin, end, unroll=1):
-            pair = pairs[i]
-            token = pair >> self.k_bits
-            share = weights[token, pair & ((1 << self.k_bits) - 1)]
-            for b in cutlass.range_constexpr(self.blocks):
-                if token == TOKENS * b + g:
-                    own_pair[b] = pair
-                for j in cutlass.range_constexpr(2):
-                    if token == TOKENS * b + 2 * c + j:
-                        shares[2 * b + j] = share
+        count = word(base + self.offsets_at + 4 * index + 4) - begin
+        own = column + (lane >> 2)
+        live = there & (own < count)
+        own = cutlass.select_(live, begin + own, Int32(0))
+        pair = cutlass.max(word(base + self.pairs_at + 4 * own), Int32(0))
+        at = x.iterator.toint() + Int64(2 * self.inner) * pair + 32 * (lane & 3)
+        return at + 2 * COLUMNS * self.chunk * (step % self.chunks), Int32(live)
 
     @cute.jit
-    def multiply(self, at, live, held):
-        """A step's sums of eight tokens; this lane's h is at ``at``, if it has one."""
-        tokens = []
+    def fetch(self, tokens, t, row, live):
+        """32 bytes of this lane's h for the t-th tile, or zeros."""
+        for half in cutlass.range_constexpr(2):
+            loaded = ptx.load_global_128_if(
+                row, live, 2 * COLUMNS * t + 16 * half, no_words()
+            )
+            for j in cutlass.range_constexpr(4):
+                tokens[8 * t + 4 * half + j] = loaded[j]
+
+    @cute.jit
+    def multiply(self, tiles, exponents, tokens, at, goes, row, live):
+        """A step's sums of eight pairs. Each tile that was used makes way for the one
+        at ``at``, if the weights go, and its h for the next at ``row``."""
+        acc = [zeros(), zeros()]
         for t in cutlass.range_constexpr(self.chunk):
-            halves = [
-                ptx.load_global_128_if(
-                    at, live, 2 * COLUMNS * t + 16 * half, no_words()
-                )
-                for half in range(2)
-            ]
-            tokens.append((*halves[0], *halves[1]))
-        acc = zeros()
-        words = held[4 * self.chunk :]
-        for t in cutlass.range_constexpr(self.chunk):
-            low, high = factors(halfword(words, t))
-            acc = product(acc, held[4 * t : 4 * t + 4], tokens[t], low, high)
-        return acc
+            low, high = factors(halfword(exponents, t))
+            tile = [tiles[4 * t + i] for i in range(4)]
+            own = [tokens[8 * t + i] for i in range(8)]
+            acc[t % 2] = product(acc[t % 2], tile, own, low, high)
+            self.request(tiles, t, at, goes, tile)
+            self.fetch(tokens, t, row, live)
+        return [a + b for a, b in zip(*acc, strict=True)]
+
+    @cute.jit
+    def add(self, sums, base, first, count, acc):
+        """Weighs the products of this lane's two columns, if they are pairs, and adds
+        them to their tokens' sums, to which another lane may have added before."""
+        lane = cute.arch.lane_idx()
+        cute.arch.sync_warp()
+        for j in cutlass.range_constexpr(2):
+            column = 2 * (lane & 3) + j
+            if column < count:
+                pair = word(base + self.pairs_at + 4 * (first + column))
+                share = word(base + self.weights_at + 4 * (first + column), Float32)
+                at = sums + 4 * (PITCH * (lane >> 2) + (pair >> self.k_bits))
+                for half in cutlass.range_constexpr(2):
+                    there = at + 4 * PITCH * 8 * half
+                    total = word(there, Float32)
+                    put(
+                        there,
+                        cute.math.fma(share, acc[2 * half + j], total),
+                        Float32,
+                    )

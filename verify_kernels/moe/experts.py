@@ -21,8 +21,6 @@ from verify_kernels.moe.mxfp4 import Mxfp4
 #: CTAs of the first half that an SM holds; warps that share K.
 CTAS_PER_SM = 2
 WARPS = 8
-#: Blocks of eight tokens that the second half is compiled for.
-BLOCKS = (1, 2, 4, 8)
 #: (latent, inner, experts, top_k): Kimi K3 by tensor-parallel degree, and a tiny model.
 SHAPES = (
     *((3584, 3072 // tp, 896, 16) for tp in (1, 2, 4, 8, 16)),
@@ -150,10 +148,10 @@ def up_name(shape: Shape) -> str:
     return f"up_l{latent}_i{inner}_e{experts}_k{top_k}"
 
 
-def down_name(shape: Shape, blocks: int) -> str:
+def down_name(shape: Shape) -> str:
     """Name of a second half."""
     latent, inner, experts, top_k = shape
-    return f"down_l{latent}_i{inner}_e{experts}_k{top_k}_b{blocks}"
+    return f"down_l{latent}_i{inner}_e{experts}_k{top_k}"
 
 
 def variants() -> list[Variant]:
@@ -161,30 +159,22 @@ def variants() -> list[Variant]:
     from verify_kernels.moe.down import ExpertsDownKernel
     from verify_kernels.moe.up import ExpertsUpKernel
 
-    found = []
-    for shape in SHAPES:
-        found.append(
-            Variant(
-                op="moe",
-                name=up_name(shape),
-                kernel=ExpertsUpKernel(*shape),
-                arguments=functools.partial(_up_arguments, *shape),
-                max_registers=128,
-                max_shared_bytes=113 * 1024,
-            )
+    halves = (
+        (up_name, ExpertsUpKernel, _up_arguments),
+        (down_name, ExpertsDownKernel, _down_arguments),
+    )
+    return [
+        Variant(
+            op="moe",
+            name=name(shape),
+            kernel=kernel(*shape),
+            arguments=functools.partial(arguments, *shape),
+            max_registers=128,
+            max_shared_bytes=113 * 1024,
         )
-        found += [
-            Variant(
-                op="moe",
-                name=down_name(shape, blocks),
-                kernel=ExpertsDownKernel(*shape, blocks),
-                arguments=functools.partial(_down_arguments, *shape),
-                max_registers=255 if blocks > 1 else 128,
-                max_shared_bytes=113 * 1024,
-            )
-            for blocks in BLOCKS
-        ]
-    return found
+        for shape in SHAPES
+        for name, kernel, arguments in halves
+    ]
 
 
 @functools.cache
@@ -324,8 +314,7 @@ def moe_experts(
         _ctas(device.index),
         int(pdl),
     )
-    blocks = next(b for b in BLOCKS if rows <= 8 * b)
-    _compiled(device.index, down_name(shape, blocks))(
+    _compiled(device.index, down_name(shape))(
         inner, bank.down.words, bank.down.scales, shares, *needed, out, int(pdl)
     )
     return out

@@ -30,8 +30,8 @@ from verify_kernels.moe.device import (
     halfword,
     no_words,
     product,
-    put,
     situ,
+    stage,
     word,
     zeros,
 )
@@ -129,7 +129,6 @@ class ExpertsUpKernel:
         beta: Float32,
         linear: Float32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
@@ -139,13 +138,11 @@ class ExpertsUpKernel:
         c = lane & 3
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        for i in cutlass.range(thread, used, THREADS, unroll=1):
-            put(base + self.list_at + 4 * i, experts[i])
-            put(base + self.offsets_at + 4 * i, offsets[i])
-        if thread == 0:
-            put(base + self.offsets_at + 4 * used, offsets[used])
+        stage(base + self.list_at, experts, self.experts, thread, THREADS)
+        stage(base + self.offsets_at, offsets, self.experts + 1, thread, THREADS)
         cute.arch.sync_threads()
 
         items = used * self.blocks
@@ -196,7 +193,7 @@ class ExpertsUpKernel:
         """Number of a warp's run of an item, or of another if that is not there."""
         item = cutlass.select_(there, item, Int32(0))
         index = item // self.blocks
-        expert = word(base + self.list_at + 4 * index)
+        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
         block = item - index * self.blocks
         return (Int64(expert) * self.blocks + block) * WARPS + warp
 
