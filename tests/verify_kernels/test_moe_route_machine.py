@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.verify_kernels import test_moe_route as route_tests
 from tests.verify_kernels.machine import Fault, kernels
+from tests.verify_kernels.machine.launch import Cluster
 from tests.verify_kernels.test_moe_route import KINDS, SCALE, Routed, inputs
 from verify_kernels.moe.host import Form, forms
 
@@ -109,9 +110,30 @@ def test_clusters_give_the_bits_of_one_cta() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), form
 
 
+def test_no_cta_leaves_before_all_that_is_sent_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cluster's memory may be used only while both CTAs are there."""
+    land = Cluster._land_one
+    landed = 0
+
+    def land_one(cluster: Cluster) -> None:
+        nonlocal landed
+        landed += 1
+        gone = [cta.name for cta in cluster.ctas if cta.left]
+        assert not gone, "has left while something was under way"
+        land(cluster)
+
+    monkeypatch.setattr(Cluster, "_land_one", land_one)
+    logits, bias = inputs(*CLUSTER[:2], 8, "plain", seed=6)
+    for seed in range(2):
+        run(logits, bias, CLUSTER, seed)
+    assert landed
+
+
 #: What orders threads or launches: CTA barriers, the wait for what CTAs of a cluster
-#: send, and that for earlier kernels. Not the cluster's barrier: no schedule here has a
-#: peer done with a row before CTA 0 has begun.
+#: send, and that for earlier kernels. Not the cluster's barriers: no schedule here has
+#: a peer done with a row before CTA 0 has begun, and leaving is tested above.
 ORDERS = re.compile(
     r"bar\.sync\s+0;|griddepcontrol\.wait;|\{\.reg \.pred p; WAIT_\d+:.*?\}", re.S
 )

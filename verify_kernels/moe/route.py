@@ -275,7 +275,12 @@ class RouteKernel:
         else:
             if rank == 0:
                 ptx.wait_cluster(base, 0)
+            # What a CTA sends may be under way when it is done: it stays until all of
+            # it has come.
+            cute.arch.cluster_arrive_relaxed()
+            if rank == 0:
                 self.plan(base, rows, experts, offsets, pairs, counts)
+            cute.arch.cluster_wait()
 
     @cute.jit
     def word(self, address, kind=Int32):
