@@ -15,12 +15,19 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant, cached, device_arch
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
 from verify_kernels.moe.host import ExpertPlan
-from verify_kernels.moe.layout import COLUMNS, ROWS, Tiles, pack, pack_gate_up, slots_of
+from verify_kernels.moe.layout import (
+    COLUMNS,
+    ROWS,
+    WARPS,
+    Tiles,
+    pack,
+    pack_gate_up,
+    slots_of,
+)
 from verify_kernels.moe.mxfp4 import Mxfp4
 
-#: CTAs of the first half that an SM holds; warps that share K.
+#: CTAs of the first half that an SM holds.
 CTAS_PER_SM = 2
-WARPS = 8
 #: (latent, inner, experts, top_k): Kimi K3 by tensor-parallel degree, and a tiny model.
 SHAPES = (
     *((3584, 3072 // tp, 896, 16) for tp in (1, 2, 4, 8, 16)),
