@@ -175,7 +175,7 @@ def moved(bank: ExpertBank, device: str) -> ExpertBank:
 
 
 def test_a_tile_unpacks_to_its_weights() -> None:
-    """Every word's bits by the module's table, in numpy's arithmetic."""
+    """Every word's bits by the module's table."""
     weight = mxfp4((2, 32, 192), 3)
     tiles = layout.pack(weight, 2)
     assert tiles.words.shape == (2, 2, 2, 2, 128)
@@ -266,6 +266,10 @@ def test_no_rows_and_no_device() -> None:
             {"latent": torch.zeros(3, 132).bfloat16()[:, :128]},
             r"latent has strides \(132, 1\)",
         ),
+        (
+            {"latent": torch.zeros(3, 136).bfloat16()[:, 1:129]},
+            "latent has strides .* start at a multiple of 16 bytes",
+        ),
         ({"shares": torch.zeros(3, 2)}, "2 of 16 experts of 128 x 64: no kernel"),
         ({"shares": torch.zeros(2, 4)}, r"shares is torch.float32 \(2, 4\)"),
         ({"inner": torch.zeros(256, 64)}, r"inner is torch.float32 \(256, 64\)"),
@@ -274,6 +278,14 @@ def test_no_rows_and_no_device() -> None:
             r"plan.experts is torch.int32 \(896,\)",
         ),
         ({"out": torch.zeros(3, 128)}, r"out is torch.float32 \(3, 128\)"),
+        (
+            {"out": torch.zeros(3, 128, device="meta").bfloat16()},
+            "out is on meta and latent on cpu",
+        ),
+        (
+            {"bank": moved(experts_of(SHAPES[-1]).bank(), "meta")},
+            "bank is on meta and latent on cpu",
+        ),
         (
             {"inner": torch.zeros(256, 64, device="meta").bfloat16()},
             "inner is on meta and latent on cpu",

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.kda.checks import check_all
+from verify_kernels.common.checks import check_all
 from verify_kernels.kda.eager import compiled_commit
 from verify_kernels.kda.host import (
     CLUSTERS,
