@@ -26,19 +26,6 @@ from tests.experiments import fake_gpu
 
 TEXT = functools.cache(corpora.held_out_bytes)
 GPU = "NVIDIA H200"
-NAMES = {
-    "tp1-plain",
-    "fixed-k1",
-    "fixed-k4",
-    "fixed-k7",
-    "fixed-eager-k7",
-    "adaptive-k7",
-    "adaptive-k7 lengths same",
-    "adaptive-k7 lengths drift",
-    "killed-k4 kill",
-    "stopped-k7 stop",
-    *(f"{of}-L4-ranks2-k{k}" for of in ("stock", "ours") for k in (0, 7)),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -411,7 +398,7 @@ def test_the_whole_run_holds_and_leaves_lines(tmp_path: Path) -> None:
     found = report(tmp_path, Engines())
     assert found.ok, found.verdicts
     judged = found.verdicts["cases"]
-    assert set(judged) == NAMES
+    assert set(judged) == set(cases.JUDGED)
     assert judged["tp1-plain"]["largest_gap"] == 0.03
     assert len(judged["tp1-plain"]["differences"]) == 1
     assert judged["fixed-k1"]["gates"] == {
