@@ -159,9 +159,6 @@ def test_a_moe_layers_shards_sum_before_the_norm(ranks: Ranks) -> None:
     assert ranks.sent == [(ROWS, 12), (ROWS, HIDDEN)]
 
 
-# Which degrees are served.
-
-
 def of_degree(config: dict[str, Any], tp: int) -> list[str]:
     """What is refused of a model with this config.json at a degree."""
     return scope.failures(

@@ -40,9 +40,6 @@ def config(folder: Path) -> dict[str, Any]:
     return found
 
 
-# Which degrees.
-
-
 @pytest.mark.parametrize(("tp", "serves"), [(1, True), (2, True), (3, False)])
 def test_tiny_k3_at_the_degrees_its_heads_allow(tp: int, serves: bool) -> None:
     assert cases.served(config(suite_cases.TARGET), tp) is serves
@@ -67,9 +64,6 @@ def test_an_odd_degree_is_refused() -> None:
         cases.grown({}, 3)
     with pytest.raises(SystemExit):
         command.main(["--tp", "3", "--out", "x"])
-
-
-# Engines.
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -108,9 +102,6 @@ def test_multicast_that_is_on_is_refused() -> None:
     ranks.check_environment(ranks.MULTICAST_OFF)
     with pytest.raises(ValueError, match="NCCL_NVLS_ENABLE=1"):
         ranks.check_environment({"NCCL_NVLS_ENABLE": "1"})
-
-
-# What each rank decided.
 
 
 class FakeRunner:
@@ -210,9 +201,6 @@ def test_drift_moves_the_rows_of_live_requests_of_one_rank() -> None:
     assert worker.tp_agree(False) is True and manager.agree is False
 
 
-# The job.
-
-
 class FakeLlm:
     """Answers of two ranks; the control run ends as ``control`` says."""
 
@@ -303,9 +291,6 @@ def test_an_engine_that_hangs_is_said_to() -> None:
     fault = {"kind": "stop", **found, "gone": True, "gone_s": 1.0}
     gates = verdict.fault(fault)["gates"]
     assert not gates["stopped_with_an_error"] and not gates["in_bounded_time"]
-
-
-# The command.
 
 
 def tokens(prompt: list[int], count: int) -> list[int]:
@@ -474,9 +459,6 @@ def test_a_run_that_takes_too_long_is_stopped_and_keeps_its_lines(
     assert found.verdicts["cases"]["fixed-k1"]["gates"]["text_equal"]
     assert results.read(tmp_path)
     assert idle[0].wait(5) is not None
-
-
-# Engines of two waves share the GPUs.
 
 
 def test_waves_share_the_gpus_one_turn_at_a_time(tmp_path: Path) -> None:
