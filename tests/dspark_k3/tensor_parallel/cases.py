@@ -114,7 +114,7 @@ def small_cases(trained: bool, steps: int = STEPS) -> list[Case]:
         "steps": steps,
         "drift": DRIFT,
     }
-    found = [Case("tp1-plain", options=plain)] if trained else []
+    found = [Case("tp1-plain", plain="plain", options=plain)] if trained else []
     return [
         *found,
         Case("plain", options=plain),
