@@ -38,7 +38,14 @@ from verify_kernels.moe.device import (
     word,
     zeros,
 )
-from verify_kernels.moe.layout import COLUMNS, ROWS, TILE_BYTES, WARPS, slots_of
+from verify_kernels.moe.layout import (
+    COLUMNS,
+    CTAS_PER_SM,
+    ROWS,
+    TILE_BYTES,
+    WARPS,
+    slots_of,
+)
 
 THREADS = 32 * WARPS
 #: Steps whose weights are on their way.
@@ -119,7 +126,7 @@ class ExpertsDownKernel:
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=100,
         )
 

@@ -18,6 +18,7 @@ from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
 from verify_kernels.moe.host import ExpertPlan, fake_plan
 from verify_kernels.moe.layout import (
     COLUMNS,
+    CTAS_PER_SM,
     ROWS,
     WARPS,
     Tiles,
@@ -27,8 +28,6 @@ from verify_kernels.moe.layout import (
 )
 from verify_kernels.moe.mxfp4 import Mxfp4
 
-#: CTAs of the first half that an SM holds.
-CTAS_PER_SM = 2
 #: (latent, inner, experts, top_k): Kimi K3 by tensor-parallel degree, and a tiny model.
 SHAPES = (
     *((3584, 3072 // tp, 896, 16) for tp in (1, 2, 4, 8, 16)),
@@ -169,6 +168,7 @@ def _compiled(device: int, name: str) -> Callable[..., None]:
 
 @functools.cache
 def _ctas(device: int) -> int:
+    """Of the first half: as many as fit a GPU."""
     properties = torch.cuda.get_device_properties(device)
     return CTAS_PER_SM * int(properties.multi_processor_count)
 
