@@ -69,7 +69,7 @@ def test_moe_takes_the_experts_that_our_routing_chooses(
     module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
     module.gate = weight(16, HIDDEN)
     module.experts.router = router(capture_fn=heard.append)
-    ours = sublayers.Moe(module, pdl=True)(hidden, torch.arange(3))
+    ours = sublayers.Moe(module, pdl=True, route=True)(hidden, torch.arange(3))
     logits = product(hidden, module.gate.weight)
     bias = module.experts.router.e_score_correction_bias.data
     ids, top = reference_route(logits, bias, 4, compute=torch.float32)
