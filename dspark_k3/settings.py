@@ -15,6 +15,7 @@ Side = Literal["ours", "stock"]
 #: between its projections: decay projection, convolution, recurrence and gated norm;
 #: moe_route the part of moe that chooses experts.
 OPS = ("attn_res", "kda", "kda_core", "mla", "moe", "moe_route", "dense", "lm_head")
+#: Ops that are parts of others.
 PARTS = {"kda_core": "kda", "moe_route": "moe"}
 #: Only ours if asked for. moe_route: with 896 experts an engine of K3's widths died at
 #: steps of 8 rows, an illegal instruction not explained yet (H200, 2026-11-30); with 16
@@ -27,9 +28,7 @@ LAYOUTS = ("snapshot", "fold")
 
 
 def _defaults() -> Mapping[str, Side]:
-    return MappingProxyType(
-        {op: "stock" if op in ASKED else "ours" for op in OPS},
-    )
+    return MappingProxyType({op: "stock" if op in ASKED else "ours" for op in OPS})
 
 
 @dataclass(frozen=True)

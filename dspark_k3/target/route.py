@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dspark_k3.target.scope import STOCK_ROUTE
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.moe import ExpertPlan, moe_route
 from verify_kernels.moe.host import FORMS
 
@@ -46,15 +47,22 @@ class Route:
         self._plan = ExpertPlan.allocate(
             router.global_num_experts, router.top_k, self._bias.device
         )
+        shape = (MAX_ROWS, router.top_k)
+        self._weights = self._bias.new_empty(shape)
+        self._ids = self._bias.new_empty(shape, dtype=torch.int32)
         self._pdl = pdl
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights fp32 and ids int32 [M, K] of logits fp32 [M, E]."""
+        """Weights fp32 and ids int32 [M, K] of logits fp32 [M, E], until the next
+        call."""
+        rows = logits.shape[0]
         weights, ids = moe_route(
             logits,
             self._bias,
             self._router.top_k,
             self._plan,
+            self._weights[:rows],
+            self._ids[:rows],
             routed_scale=self._router.routed_scaling_factor,
             pdl=self._pdl,
         )

@@ -240,7 +240,7 @@ class Moe:
         route: the routing is ours, not vLLM's.
     """
 
-    def __init__(self, module: nn.Module, *, pdl: bool, route: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, pdl: bool, route: bool) -> None:
         runner, shared = module.experts, module.shared_experts
         if (
             runner.do_naive_dispatch_combine

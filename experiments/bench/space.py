@@ -22,6 +22,8 @@ from verify_kernels.skinny_gemm.tiling import (
 from verify_kernels.skinny_gemm.wide_tiling import (
     CHUNK_BYTES,
     GROUP_ROWS,
+    MOST_GROUPS,
+    MOST_TOGETHER,
     WARPS,
     WideTiling,
 )
@@ -219,8 +221,6 @@ WIDE_RUNS_K = 2112
 WIDE_GROUPS = ((1, 1), (1, 2), (2, 1), (3, 1))
 #: Parts of X in shared memory where not all of it fits, and their bytes at most.
 STAGES, PART_BYTES = 4, 16 * 1024
-#: Steps of 32 columns of weights under way at most, and of a product.
-MOST_COPIES, STEPS_TOGETHER = 48, 4
 #: Rows a direct CTA that are tried beside equal shares, and the N up to which.
 MORE_RUNS, MORE_RUNS_N = (11, 14), 7168
 #: Direct CTAs one after the other on a slot; each has a launch and an end of its own.
@@ -389,7 +389,7 @@ def _wide(n: int, k: int, rows: int, held: Held) -> Iterator[Choice]:
 
 def _staged_depths(cut: WideTiling) -> Iterator[WideTiling]:
     """``cut`` with as many weights under way as fit, and half as many."""
-    deepest = range(min(cut.slice_chunks, MOST_COPIES), cut.piece - 1, -1)
+    deepest = range(min(cut.slice_chunks, MOST_GROUPS), cut.piece - 1, -1)
     found = _first_valid(cut, "depth", deepest)
     yield found
     half = _first_valid(found, "depth", (found.depth // 2,))
@@ -426,7 +426,7 @@ def _staged_cuts(k: int, rows: int) -> Iterator[WideTiling]:
             not part or resident in fits or (resident == 2 and k > WIDE_RUNS_K)
         ):
             continue
-        for depth in range(1, STEPS_TOGETHER + 1):
+        for depth in range(1, MOST_TOGETHER + 1):
             try:
                 cut = WideTiling(
                     k,
@@ -443,7 +443,7 @@ def _staged_cuts(k: int, rows: int) -> Iterator[WideTiling]:
             except ValueError:
                 continue
             found = list(_staged_depths(cut))
-            if not stages and found[0].depth > STEPS_TOGETHER:
+            if not stages and found[0].depth > MOST_TOGETHER:
                 fits.add(resident)
             yield from found
             break

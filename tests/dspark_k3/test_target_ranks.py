@@ -150,16 +150,13 @@ def test_a_moe_layers_shards_sum_before_the_norm(ranks: Ranks) -> None:
         runner = SimpleNamespace(**vars(whole.experts))
         runner.routed_experts = part
         module.experts = runner
-        return sublayers.Moe(module, pdl=True)  # type: ignore[arg-type]
+        return sublayers.Moe(module, pdl=True, route=False)  # type: ignore[arg-type]
 
     made = [of_rank(rank) for rank in range(2)]
     found = ranks.run(lambda rank: made[rank](hidden, torch.arange(ROWS)))
     assert torch.equal(found[0], found[1])
     close(found[0], wanted)
     assert ranks.sent == [(ROWS, 12), (ROWS, HIDDEN)]
-
-
-# Which degrees are served.
 
 
 def of_degree(config: dict[str, Any], tp: int) -> list[str]:

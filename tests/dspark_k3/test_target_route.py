@@ -52,18 +52,24 @@ def test_moe_takes_the_experts_that_our_routing_chooses(
     heard: list[Tensor] = []
 
     def moe_route(
-        logits: Tensor, bias: Tensor, top_k: int, plan: Any, **keywords: Any
+        logits: Tensor,
+        bias: Tensor,
+        top_k: int,
+        plan: Any,
+        weights: Tensor,
+        ids: Tensor,
+        **keywords: Any,
     ) -> tuple[Tensor, Tensor]:
         assert keywords == {"routed_scale": 1.0, "pdl": True}
         assert plan.experts.shape == (16,)
-        ids, weights = reference_route(logits, bias, top_k, compute=torch.float32)
-        return weights, ids.int()
+        chosen, shares = reference_route(logits, bias, top_k, compute=torch.float32)
+        return weights.copy_(shares), ids.copy_(chosen)
 
     monkeypatch.setattr(route, "moe_route", moe_route)
     module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
     module.gate = weight(16, HIDDEN)
     module.experts.router = router(capture_fn=heard.append)
-    ours = sublayers.Moe(module, pdl=True)(hidden, torch.arange(3))
+    ours = sublayers.Moe(module, pdl=True, route=True)(hidden, torch.arange(3))
     logits = product(hidden, module.gate.weight)
     bias = module.experts.router.e_score_correction_bias.data
     ids, top = reference_route(logits, bias, 4, compute=torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dspark_k3.suite.cases import TARGET
-from tests.dspark_k3.tensor_parallel import run
+from tests.dspark_k3.tensor_parallel import cases, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -36,22 +36,7 @@ def test_every_engine_ran(verdicts: dict[str, Any]) -> None:
     assert not verdicts["failed"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tp1-plain",
-        "fixed-k1",
-        "fixed-k4",
-        "fixed-k7",
-        "fixed-eager-k7",
-        "adaptive-k7",
-        "adaptive-k7 lengths same",
-        "adaptive-k7 lengths drift",
-        "fixed-k4 kill",
-        "fixed-k7 stop",
-        *(f"{of}-L4-ranks2-k{k}" for of in ("stock", "ours") for k in (0, 7)),
-    ],
-)
+@pytest.mark.parametrize("name", cases.JUDGED)
 def test_every_gate_holds(verdicts: dict[str, Any], name: str) -> None:
     judged = verdicts["cases"][name]
     assert all(judged["gates"].values()), json.dumps(judged)[:2000]

@@ -12,7 +12,7 @@ from experiments.bench import space
 from verify_kernels.skinny_gemm.choice import DESIGNS, Choice, design_of, most_rows
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER, Tiling
-from verify_kernels.skinny_gemm.wide_tiling import WideTiling
+from verify_kernels.skinny_gemm.wide_tiling import MOST_TOGETHER, WideTiling
 
 SIZES = [
     (n, k, rows)
@@ -115,7 +115,7 @@ def test_staged_kernels_are_tried_wherever_tokens_are_many() -> None:
             if cut.stages and cut.ctas_per_sm == 1:
                 others = (c for c in found if c.ctas_per_sm == 1)
                 whole = [c.depth for c in others if not c.stages]
-                assert max(whole, default=0) <= space.STEPS_TOGETHER
+                assert max(whole, default=0) <= MOST_TOGETHER
     cuts = [c.cut for c in space.candidates(7168, 33792, 64)]
     assert cuts and all(isinstance(c, WideTiling) and c.stages for c in cuts)
     small = [c.cut for c in space.candidates(7168, 768, 64, designs=["wide"])]

@@ -320,6 +320,13 @@ def test_a_cache_that_does_not_fit_is_refused(
         bind_slots(weights(1), cache, 8)
 
 
+@pytest.mark.parametrize("rows", [0, 9])
+def test_steps_that_a_slot_does_not_record_are_refused(rows: int) -> None:
+    """The window would have had room for nine."""
+    with pytest.raises(ValueError, match=f"rows is {rows}; a slot records 1 to 8"):
+        bind_slots(weights(1), rolled(cache_of(2, 1, [1])), rows)
+
+
 def test_another_cluster_size_is_refused() -> None:
     with pytest.raises(ValueError, match="ctas is 3; it must be one of"):
         bind_slots(weights(1), rolled(cache_of(2, 1, [1])), 8, ctas=3)

@@ -69,13 +69,7 @@ def name_of(value: object) -> str:
     return value.name if isinstance(value, WideTiling) else str(value)
 
 
-#: wgmma everywhere, mma.sync in some.
-ON = [(*case, "sm_90a") for case in CASES]
-ON += [(*case, "sm_100a") for case in CASES[1:6:2]]
-
-
-@pytest.mark.parametrize(("t", "n", "clusters", "arch"), ON, ids=name_of)
-def test_right_and_the_bits_of_the_ring(
+def check_right_and_the_bits_of_the_ring(
     t: WideTiling, n: int, clusters: int, arch: str
 ) -> None:
     """Field case F40: at every M too; "noise" shows any other order of the sums."""
@@ -90,6 +84,45 @@ def test_right_and_the_bits_of_the_ring(
         assert torch.equal(bits(alone), bits(y[:1]))
 
 
+def check_matrices_of_one_launch(t: WideTiling, outputs: Outputs) -> None:
+    """Rows of all three meet in one block."""
+    x, w = inputs(22, t.k, "outliers", t.tokens - 1, device="cpu")
+    ws = list(w.split([9, 1, 12]))
+    alone = [ring_of(x, part, o) for part, o in zip(ws, outputs, strict=True)]
+    for y, right in zip(gemm(t, x, ws, 1, outputs), alone, strict=True):
+        assert torch.equal(bits(y), bits(right))
+
+
+def check_that_nan_stays_alone(t: WideTiling) -> None:
+    """What a lane holds of other rows and tokens reaches no result but theirs."""
+    x, w = inputs(21, t.k, rows=5, device="cpu")
+    (right,) = gemm(t, x, [w])
+    x[3], w[8] = torch.nan, torch.nan
+    (found,) = gemm(t, x, [w], finite=False)
+    assert found[3].isnan().all() and found[:, 8].isnan().all()
+    found[3], found[:, 8] = right[3], right[:, 8]
+    assert torch.equal(bits(found), bits(right))
+
+
+def check_audit(t: WideTiling, outputs: Outputs, arch: str) -> None:
+    """No spill, and of all tensors only the weights are read before the wait."""
+    report = audit(variant(t, outputs), arch)
+    assert report.findings == ()
+    assert report.early == tuple(f"w{g}" for g in range(len(outputs)))
+
+
+#: wgmma everywhere, mma.sync in some.
+ON = [(*case, "sm_90a") for case in CASES]
+ON += [(*case, "sm_100a") for case in CASES[1:6:2]]
+
+
+@pytest.mark.parametrize(("t", "n", "clusters", "arch"), ON, ids=name_of)
+def test_right_and_the_bits_of_the_ring(
+    t: WideTiling, n: int, clusters: int, arch: str
+) -> None:
+    check_right_and_the_bits_of_the_ring(t, n, clusters, arch)
+
+
 @pytest.mark.parametrize(
     ("t", "outputs"),
     [
@@ -101,12 +134,7 @@ def test_right_and_the_bits_of_the_ring(
 def test_matrices_of_one_launch_get_the_bits_of_their_own(
     t: WideTiling, outputs: Outputs
 ) -> None:
-    """Rows of all three meet in one block."""
-    x, w = inputs(22, t.k, "outliers", t.tokens - 1, device="cpu")
-    ws = list(w.split([9, 1, 12]))
-    alone = [ring_of(x, part, o) for part, o in zip(ws, outputs, strict=True)]
-    for y, right in zip(gemm(t, x, ws, 1, outputs), alone, strict=True):
-        assert torch.equal(bits(y), bits(right))
+    check_matrices_of_one_launch(t, outputs)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +143,7 @@ def test_matrices_of_one_launch_get_the_bits_of_their_own(
     ids=name_of,
 )
 def test_a_row_and_a_token_of_nan_stay_alone(t: WideTiling) -> None:
-    """What a lane holds of other rows and tokens reaches no result but theirs."""
-    x, w = inputs(21, t.k, rows=5, device="cpu")
-    (right,) = gemm(t, x, [w])
-    x[3], w[8] = torch.nan, torch.nan
-    (found,) = gemm(t, x, [w], finite=False)
-    assert found[3].isnan().all() and found[:, 8].isnan().all()
-    found[3], found[:, 8] = right[3], right[:, 8]
-    assert torch.equal(bits(found), bits(right))
+    check_that_nan_stays_alone(t)
 
 
 @functools.cache
@@ -222,10 +243,7 @@ AUDITED = [
 def test_it_compiles_within_its_registers_and_passes_the_audit(
     t: WideTiling, outputs: Outputs, arch: str
 ) -> None:
-    """No spill, and of all tensors only the weights are read before the wait."""
-    report = audit(variant(t, outputs), arch)
-    assert report.findings == ()
-    assert report.early == tuple(f"w{g}" for g in range(len(outputs)))
+    check_audit(t, outputs, arch)
 
 
 def machine_code(t: WideTiling, arch: str, directory: Path) -> tuple[Instruction, ...]:

@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.verify_kernels.machine import Fault
 from tests.verify_kernels.machine.kernels import BF16, Edit, Outputs, gemm, gemm_ptx
-from tests.verify_kernels.test_skinny_gemm import bits, check_accuracy, inputs
+from tests.verify_kernels.test_skinny_gemm import inputs
 from tests.verify_kernels.test_skinny_wide import (
     WAIT,
+    check_audit,
+    check_matrices_of_one_launch,
+    check_right_and_the_bits_of_the_ring,
+    check_that_nan_stays_alone,
     machine_code,
     name_of,
     noticed,
     replaced,
-    ring_of,
 )
-from verify_kernels.audit import audit
 from verify_kernels.common.variant import ARCHITECTURES
-from verify_kernels.skinny_gemm.host import variant
 from verify_kernels.skinny_gemm.tiling import SUM_ORDER
 from verify_kernels.skinny_gemm.wide_tiling import LAG, WideTiling
 
@@ -71,16 +71,7 @@ ON += [(*CASES[i], "sm_100a") for i in (1, 5, 7)]
 def test_right_and_the_bits_of_the_ring(
     t: WideTiling, n: int, clusters: int, arch: str
 ) -> None:
-    """Field case F40: at every M too; "noise" shows any other order of the sums."""
-    m = t.tokens - 3
-    x, w = inputs(n, t.k, "noise", m, device="cpu")
-    (y,) = gemm(t, x, [w], clusters, seed=n, races=t.k < 7168, arch=arch)
-    check_accuracy(y, x, w)
-    some = sorted({*range(4), *range(m - 4, m)})
-    assert torch.equal(bits(y[some]), bits(ring_of(x[some], w)))
-    if t.k < 4000:
-        (alone,) = gemm(t, x[:1], [w], clusters, seed=n + 1, races=True, arch=arch)
-        assert torch.equal(bits(alone), bits(y[:1]))
+    check_right_and_the_bits_of_the_ring(t, n, clusters, arch)
 
 
 @pytest.mark.parametrize(
@@ -94,26 +85,14 @@ def test_right_and_the_bits_of_the_ring(
 def test_matrices_of_one_launch_get_the_bits_of_their_own(
     t: WideTiling, outputs: Outputs
 ) -> None:
-    """Rows of all three meet in one block."""
-    x, w = inputs(22, t.k, "outliers", t.tokens - 1, device="cpu")
-    ws = list(w.split([9, 1, 12]))
-    alone = [ring_of(x, part, o) for part, o in zip(ws, outputs, strict=True)]
-    for y, right in zip(gemm(t, x, ws, 1, outputs), alone, strict=True):
-        assert torch.equal(bits(y), bits(right))
+    check_matrices_of_one_launch(t, outputs)
 
 
 @pytest.mark.parametrize(
     "t", [staged(384, 1, 1, 1, 1, 4), staged(1536, 2, 2, 1, 1, 4, 2, 3)], ids=name_of
 )
 def test_a_row_and_a_token_of_nan_stay_alone(t: WideTiling) -> None:
-    """What a lane holds of other rows and tokens reaches no result but theirs."""
-    x, w = inputs(21, t.k, rows=5, device="cpu")
-    (right,) = gemm(t, x, [w])
-    x[3], w[8] = torch.nan, torch.nan
-    (found,) = gemm(t, x, [w], finite=False)
-    assert found[3].isnan().all() and found[:, 8].isnan().all()
-    found[3], found[:, 8] = right[3], right[:, 8]
-    assert torch.equal(bits(found), bits(right))
+    check_that_nan_stays_alone(t)
 
 
 #: X through stages, in a part a segment; two turns.
@@ -152,8 +131,7 @@ def test_a_place_is_copied_to_when_its_words_have_come(
     """Each copy's place needs a sum that needs the words; without that, loads that are
     under way would be overwritten."""
     ptx = gemm_ptx(t, BF16)
-    waits = [m.start() for m in re.finditer(r"cp\.async\.wait_group", ptx)]
-    begin = min(waits)
+    begin = ptx.index("cp.async.wait_group")
 
     def edit(ptx: str) -> str:
         """The first copies after the first wait stand before its loads' use."""
@@ -222,10 +200,7 @@ AUDITED = [
 def test_it_compiles_within_its_registers_and_passes_the_audit(
     t: WideTiling, outputs: Outputs, arch: str
 ) -> None:
-    """No spill, and of all tensors only the weights are read before the wait."""
-    report = audit(variant(t, outputs), arch)
-    assert report.findings == ()
-    assert report.early == tuple(f"w{g}" for g in range(len(outputs)))
+    check_audit(t, outputs, arch)
 
 
 def test_weights_are_asked_for_before_the_wait_and_counted_in_order(

@@ -42,6 +42,18 @@ class Kernel(Protocol):
     shared_bytes: int
 
 
+def fake(kind: Any, shape: tuple[Any, ...], opened: int, align: int) -> Any:
+    """A tensor to compile with: the first ``opened`` strides are open, the rest
+    contiguous."""
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    stride = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        stride[i] = cute.sym_int64() if i < opened else stride[i + 1] * shape[i + 1]
+    return rt.make_fake_tensor(kind, shape, tuple(stride), assumed_align=align)
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compiled form of one kernel.

@@ -103,9 +103,8 @@ def multiply_async(
     """A segment by wgmma, of a warpgroup whose warps are all here; as `multiply`.
 
     ``sums`` are overwritten in their registers, or with ``begin`` false added to. One
-    statement, which
-    waits for its own end: an asynchronous sum must stay in its registers, and no move
-    may come between. Clobber.
+    statement, which waits for its own end: an asynchronous sum must stay in its
+    registers, and no move may come between. Clobber.
     """
     steps, count = len(weights) // 4, len(sums)
     after = count + len(weights)

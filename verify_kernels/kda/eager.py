@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from verify_kernels.batch import MAX_WIDTH
-from verify_kernels.common.variant import Variant, cached, device_arch
-from verify_kernels.kda.checks import Argument, check_all
+from verify_kernels.common.checks import Argument, check_all
+from verify_kernels.common.variant import Variant, cached, device_arch, fake
 from verify_kernels.kda.host import (
     DIM,
     OPTIONS,
     WINDOW,
     KdaFoldState,
     cache_arguments,
-    fake,
     record_arguments,
 )
 

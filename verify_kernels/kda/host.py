@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from verify_kernels.batch import MAX_ROWS, MAX_WIDTH, VerifyBatch
-from verify_kernels.common.variant import Variant, cached, device_arch
-from verify_kernels.kda.checks import Argument, check_all
+from verify_kernels.common.checks import Argument, check_all
+from verify_kernels.common.variant import Variant, cached, device_arch, fake
 
 #: K and V of a head, and the rank of the decay's projection.
 DIM = 128
@@ -135,18 +135,6 @@ def cluster_size(requests: int, heads: int, fold: bool) -> int:
         if requests * heads <= most:
             return ctas
     return 1
-
-
-def fake(kind: Any, shape: tuple[Any, ...], opened: int, align: int) -> Any:
-    """A tensor to compile with: the first ``opened`` strides are open, the rest
-    contiguous."""
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
-
-    stride = [1] * len(shape)
-    for i in reversed(range(len(shape) - 1)):
-        stride[i] = cute.sym_int64() if i < opened else stride[i + 1] * shape[i + 1]
-    return rt.make_fake_tensor(kind, shape, tuple(stride), assumed_align=align)
 
 
 def _arguments(fold: bool, rolling: bool) -> Sequence[Any]:

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from verify_kernels.batch import MAX_ROWS
-from verify_kernels.kda.checks import check_all
+from verify_kernels.batch import MAX_ROWS, MAX_WIDTH
+from verify_kernels.common.checks import check_all
 from verify_kernels.kda.eager import compiled_commit
 from verify_kernels.kda.host import (
     CLUSTERS,
@@ -148,9 +148,13 @@ def bind_slots(
         rows: of the widest step, 1 to 8.
 
     Raises:
-        ValueError: for a dtype, shape, stride or device that does not fit, or a cluster
-            size that is not compiled.
+        ValueError: for a dtype, shape, stride or device that does not fit, other
+            ``rows``, or a cluster size that is not compiled.
     """
+    if not 1 <= rows <= MAX_WIDTH:
+        raise ValueError(
+            f"rows is {rows}; a slot records 1 to {MAX_WIDTH} rows of a step"
+        )
     state, window = cache.state, cache.window
     heads = state.shape[1] if state.dim() == 4 else 0
     entries = rows + TAPS - 2

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent mixture of experts with MXFP4 weights: the reference, and the routing kernel.
+"""Latent mixture of experts with MXFP4 weights: routing and the chosen experts.
 
 `moe_route` chooses and weighs the experts of all rows and plans who computes them;
-`reference` is the truth in plain torch. Read top to bottom: reference.py (equations) ->
-route.py (device code) -> host.py (plan, compiled forms, checks, launch).
+`moe_experts` computes them, from weights that `ExpertBank` has repacked. `reference` is
+the truth in plain torch. Read top to bottom: reference.py (equations) -> route.py,
+layout.py, up.py, down.py (device code, and where it finds a weight) -> host.py,
+experts.py (plan, compiled forms, checks, launch).
 """
 
 from verify_kernels.moe.experts import ExpertBank, moe_experts

@@ -6,7 +6,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from verify_kernels.common import ptx
+from verify_kernels.moe.layout import TILE_BYTES
 
+#: Pairs of a row and an expert that one mma has columns for.
+PAIRS = 8
+#: Weights are read once: not kept in L1.
+STREAM = ".L1::no_allocate"
 LOG2_E = 1.4426950408889634
 #: Sign and magnitude of two numbers in their places in a bf16, as a signed word.
 MASK = 0x81C081C0 - 2**32
@@ -22,6 +27,7 @@ def word(address, kind=Int32):
 
 
 def put(address, value, kind=Int32):
+    """Writes a number to shared memory."""
     pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4)
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value
 
@@ -33,6 +39,29 @@ def stage(to, source, count, thread, threads):
         at = threads * i + thread
         if at < count:
             put(to + 4 * at, source[at])
+
+
+@cute.jit
+def load_tile(tiles, t, at, live, old):
+    """The t-th of a run of tiles from the lane's ``at`` on, where the Int32 ``live`` is
+    not 0."""
+    loaded = ptx.load_global_128_if(at, live, TILE_BYTES * t, old, STREAM)
+    for i in cutlass.range_constexpr(4):
+        tiles[4 * t + i] = loaded[i]
+
+
+@cute.jit
+def load_scales(exponents, scales, number, slots, lane, live):
+    """This lane's scales of a run of tiles, if it is there."""
+    pair = (lane >> 2) * 2 + ((lane & 3) >> 1)
+    at = scales.iterator.toint() + number * (32 * slots)
+    at = at + 2 * slots * pair
+    if live:
+        pointer = cute.make_ptr(
+            Int32, at, cute.AddressSpace.gmem, assumed_align=2 * slots
+        )
+        layout = cute.make_layout(slots // 2)
+        cute.autovec_copy(cute.make_tensor(pointer, layout), exponents)
 
 
 def factors(scales):
@@ -58,7 +87,7 @@ def weights_of(word, low, high):
 
 
 def sigmoid(x):
-    """1 / (1 + e^-x); NaN stays NaN."""
+    """1 / (1 + e^-x): 0 below -88.8 and at -inf, NaN for NaN."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
 
 

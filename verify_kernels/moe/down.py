@@ -23,10 +23,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
+    PAIRS,
     factors,
     halfword,
+    load_scales,
+    load_tile,
     no_words,
     product,
     put,
@@ -34,18 +38,18 @@ from verify_kernels.moe.device import (
     word,
     zeros,
 )
-from verify_kernels.moe.layout import COLUMNS, ROWS, slots_of
+from verify_kernels.moe.layout import (
+    COLUMNS,
+    CTAS_PER_SM,
+    ROWS,
+    TILE_BYTES,
+    WARPS,
+    slots_of,
+)
 
-WARPS = 8
 THREADS = 32 * WARPS
-TILE_BYTES = 512
-MAX_ROWS = 64
-#: Pairs that one mma has columns for.
-PAIRS = 8
 #: Steps whose weights are on their way.
 DEPTH = 2
-#: Read once: not kept in L1.
-STREAM = ".L1::no_allocate"
 #: Of a warp's sums, [row of the tile, token]: a row's pitch puts the lanes of a product
 #: into different banks, for neighbouring tokens.
 PITCH = MAX_ROWS + 8
@@ -91,7 +95,6 @@ class ExpertsDownKernel:
         self.chunk = chunk_of(inner)
         self.chunks = inner // (COLUMNS * self.chunk)
         self.slots = slots_of(self.chunk)
-        self.step_words = 4 * self.chunk + self.slots // 2
         # Shared memory: the warps' sums; distinct experts, their offsets; pairs and
         # their weights.
         self.list_at = 4 * WARPS * ROWS * PITCH
@@ -123,7 +126,7 @@ class ExpertsDownKernel:
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=100,
         )
 
@@ -186,7 +189,9 @@ class ExpertsDownKernel:
             at = words.iterator.toint() + number * (TILE_BYTES * self.chunk)
             for t in cutlass.range_constexpr(self.chunk):
                 self.request(tiles[d], t, at, Int32(d) < steps, ())
-            self.scales_of(exponents[d], scales, number, Int32(d) < steps)
+            load_scales(
+                exponents[d], scales, number, self.slots, lane, Int32(d) < steps
+            )
         row, live = self.source(x, base, before, Int32(0), Int32(0), steps)
         for t in cutlass.range_constexpr(self.chunk):
             self.fetch(tokens, t, row, live)
@@ -212,7 +217,7 @@ class ExpertsDownKernel:
                             tiles[d], exponents[d], tokens, at, goes, row, live
                         )
                         self.add(sums, base, begin + column, count - column, acc)
-                    self.scales_of(exponents[d], scales, number, there)
+                    load_scales(exponents[d], scales, number, self.slots, lane, there)
         cute.arch.sync_threads()
         for i in cutlass.range(thread, ROWS * rows, THREADS, unroll=1):
             token = i >> 4
@@ -236,25 +241,8 @@ class ExpertsDownKernel:
     @cute.jit
     def request(self, tiles, t, at, there, old):
         """The t-th tile of a step, if it is there."""
-        loaded = ptx.load_global_128_if(
-            at + 16 * cute.arch.lane_idx(), Int32(there), TILE_BYTES * t, old, STREAM
-        )
-        for i in cutlass.range_constexpr(4):
-            tiles[4 * t + i] = loaded[i]
-
-    @cute.jit
-    def scales_of(self, exponents, scales, number, there):
-        """This lane's scales of a step, if it is there."""
-        lane = cute.arch.lane_idx()
-        pair = (lane >> 2) * 2 + ((lane & 3) >> 1)
-        at = scales.iterator.toint() + number * (32 * self.slots)
-        at = at + 2 * self.slots * pair
-        if there:
-            pointer = cute.make_ptr(
-                Int32, at, cute.AddressSpace.gmem, assumed_align=2 * self.slots
-            )
-            layout = cute.make_layout(self.slots // 2)
-            cute.autovec_copy(cute.make_tensor(pointer, layout), exponents)
+        at = at + 16 * cute.arch.lane_idx()
+        load_tile(tiles, t, at, Int32(there), old)
 
     @cute.jit
     def source(self, x, base, before, step, column, steps):

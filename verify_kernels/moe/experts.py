@@ -12,15 +12,22 @@ import torch
 from torch import Tensor
 
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.common.variant import Variant, cached, device_arch
+from verify_kernels.common.checks import Argument, check_all
+from verify_kernels.common.variant import Variant, cached, device_arch, fake
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe.host import ExpertPlan
-from verify_kernels.moe.layout import COLUMNS, ROWS, Tiles, pack, pack_gate_up, slots_of
+from verify_kernels.moe.host import ExpertPlan, fake_plan
+from verify_kernels.moe.layout import (
+    COLUMNS,
+    CTAS_PER_SM,
+    ROWS,
+    WARPS,
+    Tiles,
+    pack,
+    pack_gate_up,
+    slots_of,
+)
 from verify_kernels.moe.mxfp4 import Mxfp4
 
-#: CTAs of the first half that an SM holds; warps that share K.
-CTAS_PER_SM = 2
-WARPS = 8
 #: (latent, inner, experts, top_k): Kimi K3 by tensor-parallel degree, and a tiny model.
 SHAPES = (
     *((3584, 3072 // tp, 896, 16) for tp in (1, 2, 4, 8, 16)),
@@ -81,24 +88,6 @@ class ExpertBank:
         return self.up.bytes() + self.down.bytes()
 
 
-def _fake(kind: Any, shape: tuple[Any, ...], pitch: Any = None, align: int = 16) -> Any:
-    import cutlass.cute.runtime as rt
-
-    if pitch is not None:
-        return rt.make_fake_tensor(kind, shape, (pitch, 1), assumed_align=align)
-    order = tuple(range(len(shape)))[::-1]
-    return rt.make_fake_compact_tensor(
-        kind, shape, stride_order=order, assumed_align=align
-    )
-
-
-def _plan(experts: int, top_k: int) -> list[Any]:
-    import cutlass
-
-    sizes = (experts, experts + 1, MAX_ROWS * top_k, 2)
-    return [_fake(cutlass.Int32, (size,)) for size in sizes]
-
-
 def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
     import cutlass
     import cutlass.cute as cute
@@ -107,11 +96,11 @@ def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence
     run = -(-latent // COLUMNS // WARPS)
     blocks = 2 * inner // ROWS
     return (
-        _fake(cutlass.BFloat16, (cute.sym_int(), latent), cute.sym_int64()),
-        _fake(cutlass.Int32, (experts, blocks, WARPS, run, 128)),
-        _fake(cutlass.Int16, (experts, blocks, WARPS, 16, slots_of(run))),
-        *_plan(experts, top_k),
-        _fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner)),
+        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 16),
+        fake(cutlass.Int32, (experts, blocks, WARPS, run, 128), 0, 16),
+        fake(cutlass.Int16, (experts, blocks, WARPS, 16, slots_of(run)), 0, 16),
+        *fake_plan(experts, top_k),
+        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
         cutlass.Float32(0.0),
         cutlass.Float32(0.0),
         cutlass.Int32(0),
@@ -131,27 +120,21 @@ def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequen
     lead = (experts, latent // ROWS, inner // COLUMNS // chunk)
     rows = cute.sym_int()
     return (
-        _fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner)),
-        _fake(cutlass.Int32, (*lead, chunk, 128)),
-        _fake(cutlass.Int16, (*lead, 16, slots_of(chunk))),
-        _fake(cutlass.Float32, (rows, top_k)),
-        *_plan(experts, top_k),
-        _fake(cutlass.BFloat16, (rows, latent), cute.sym_int64(), 2),
+        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
+        fake(cutlass.Int32, (*lead, chunk, 128), 0, 16),
+        fake(cutlass.Int16, (*lead, 16, slots_of(chunk)), 0, 16),
+        fake(cutlass.Float32, (rows, top_k), 0, 16),
+        *fake_plan(experts, top_k),
+        fake(cutlass.BFloat16, (rows, latent), 1, 2),
         cutlass.Int32(0),
         rt.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
-def up_name(shape: Shape) -> str:
-    """Name of a first half; says all that its kernel is made from."""
+def variant_name(half: str, shape: Shape) -> str:
+    """Name of a half, "up" or "down"; says all that its kernel is made from."""
     latent, inner, experts, top_k = shape
-    return f"up_l{latent}_i{inner}_e{experts}_k{top_k}"
-
-
-def down_name(shape: Shape) -> str:
-    """Name of a second half."""
-    latent, inner, experts, top_k = shape
-    return f"down_l{latent}_i{inner}_e{experts}_k{top_k}"
+    return f"{half}_l{latent}_i{inner}_e{experts}_k{top_k}"
 
 
 def variants() -> list[Variant]:
@@ -160,20 +143,20 @@ def variants() -> list[Variant]:
     from verify_kernels.moe.up import ExpertsUpKernel
 
     halves = (
-        (up_name, ExpertsUpKernel, _up_arguments),
-        (down_name, ExpertsDownKernel, _down_arguments),
+        ("up", ExpertsUpKernel, _up_arguments),
+        ("down", ExpertsDownKernel, _down_arguments),
     )
     return [
         Variant(
             op="moe",
-            name=name(shape),
+            name=variant_name(half, shape),
             kernel=kernel(*shape),
             arguments=functools.partial(arguments, *shape),
             max_registers=128,
             max_shared_bytes=113 * 1024,
         )
         for shape in SHAPES
-        for name, kernel, arguments in halves
+        for half, kernel, arguments in halves
     ]
 
 
@@ -185,30 +168,9 @@ def _compiled(device: int, name: str) -> Callable[..., None]:
 
 @functools.cache
 def _ctas(device: int) -> int:
+    """Of the first half: as many as fit a GPU."""
     properties = torch.cuda.get_device_properties(device)
     return CTAS_PER_SM * int(properties.multi_processor_count)
-
-
-def _check(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], at: Any
-) -> None:
-    """Raise ValueError unless ``tensor`` is as given, contiguous and aligned."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} "
-            f"{shape}"
-        )
-    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-        raise ValueError(
-            f"{name} has strides {tensor.stride()} and address "
-            f"{tensor.data_ptr():#x}; it must be contiguous and begin at a multiple of "
-            "16 bytes: pass a contiguous copy"
-        )
-    if tensor.device != at:
-        raise ValueError(
-            f"{name} is on {tensor.device} and latent on {at}; all tensors must be on "
-            "one device"
-        )
 
 
 def moe_experts(
@@ -272,28 +234,19 @@ def moe_experts(
     if out is None:
         out = latent.new_empty(rows, columns)
     device = latent.device
-    integer = torch.int32
-    for name, tensor, dtype, wanted in (
-        ("shares", shares, torch.float32, (rows, top_k)),
-        ("plan.experts", plan.experts, integer, (bank.experts,)),
-        ("plan.offsets", plan.offsets, integer, (bank.experts + 1,)),
-        ("plan.pairs", plan.pairs, integer, (MAX_ROWS * top_k,)),
-        ("plan.counts", plan.counts, integer, (2,)),
-        ("inner", inner, torch.bfloat16, (MAX_ROWS * top_k, bank.inner)),
-    ):
-        _check(name, tensor, dtype, wanted, device)
-    for name, tensor, pitch in (("latent", latent, 8), ("out", out, 1)):
-        stride, last = tensor.stride()
-        if last != 1 or (rows > 1 and stride % pitch) or tensor.data_ptr() % 2 * pitch:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} and address "
-                f"{tensor.data_ptr():#x}; its last dimension must be contiguous and "
-                f"rows start at multiples of {2 * pitch} bytes"
-            )
-    if out.dtype != torch.bfloat16 or tuple(out.shape) != (rows, columns):
+    bf16 = torch.bfloat16
+    arguments: list[Argument] = [
+        ("latent", latent, bf16, (rows, columns), 1, 16),
+        ("shares", shares, torch.float32, (rows, top_k), 0, 16),
+        *plan.arguments(bank.experts, top_k),
+        ("inner", inner, bf16, (MAX_ROWS * top_k, bank.inner), 0, 16),
+        ("out", out, bf16, (rows, columns), 1, 2),
+    ]
+    check_all(arguments, device, "latent")
+    if bank.up.words.device != device:
         raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}; it must be torch.bfloat16 "
-            f"{(rows, columns)}"
+            f"bank is on {bank.up.words.device} and latent on {device}; all tensors "
+            "must be on one device"
         )
     if rows == 0:
         return out
@@ -303,7 +256,7 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    _compiled(device.index, up_name(shape))(
+    _compiled(device.index, variant_name("up", shape))(
         latent,
         bank.up.words,
         bank.up.scales,
@@ -314,7 +267,7 @@ def moe_experts(
         _ctas(device.index),
         int(pdl),
     )
-    _compiled(device.index, down_name(shape))(
+    _compiled(device.index, variant_name("down", shape))(
         inner, bank.down.words, bank.down.scales, shares, *needed, out, int(pdl)
     )
     return out

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.common.variant import Variant, cached, device_arch
+from verify_kernels.common.checks import Argument, check_all
+from verify_kernels.common.variant import Variant, cached, device_arch, fake
 
 #: (experts, top_k, CTAs of the cluster, rows of a CTA at a time).
 Form = tuple[int, int, int, int]
@@ -51,15 +52,33 @@ class ExpertPlan:
     ) -> ExpertPlan:
         """Buffers for any step of a model; nothing in them is valid yet."""
 
-        def words(count: int) -> Tensor:
-            return torch.full((count,), -1, dtype=torch.int32, device=device)
-
         return cls(
-            experts=words(num_experts),
-            offsets=words(num_experts + 1),
-            pairs=words(MAX_ROWS * top_k),
-            counts=words(2),
+            *(
+                torch.full((size,), -1, dtype=torch.int32, device=device)
+                for size in plan_sizes(num_experts, top_k)
+            )
         )
+
+    def arguments(self, num_experts: int, top_k: int) -> list[Argument]:
+        """In the kernels' order, to be checked."""
+        sizes = plan_sizes(num_experts, top_k)
+        return [
+            (f"plan.{name}", tensor, torch.int32, (size,), 0, 16)
+            for (name, tensor), size in zip(vars(self).items(), sizes, strict=True)
+        ]
+
+
+def plan_sizes(num_experts: int, top_k: int) -> tuple[int, ...]:
+    """Extents of an `ExpertPlan`'s tensors, in their order."""
+    return num_experts, num_experts + 1, MAX_ROWS * top_k, 2
+
+
+def fake_plan(num_experts: int, top_k: int) -> list[Any]:
+    """An `ExpertPlan`'s tensors to compile with, in their order."""
+    import cutlass
+
+    sizes = plan_sizes(num_experts, top_k)
+    return [fake(cutlass.Int32, (size,), 0, 16) for size in sizes]
 
 
 def variant_name(num_experts: int, top_k: int, ctas: int, slots: int) -> str:
@@ -74,32 +93,13 @@ def _arguments(num_experts: int, top_k: int) -> Sequence[Any]:
     import cutlass.cute.runtime as rt
 
     rows = cute.sym_int()
-
-    def fake(kind: Any, *shape: Any) -> Any:
-        order = tuple(range(len(shape)))[::-1]
-        return rt.make_fake_compact_tensor(
-            kind, shape, stride_order=order, assumed_align=16
-        )
-
-    logits = rt.make_fake_tensor(
-        cutlass.Float32,
-        (rows, num_experts),
-        (cute.sym_int64(), 1),
-        assumed_align=16,
-    )
-    padding = rt.make_fake_compact_tensor(
-        cutlass.Uint8, (cute.sym_int(),), assumed_align=1
-    )
     return (
-        logits,
-        fake(cutlass.Float32, num_experts),
-        padding,
-        fake(cutlass.Float32, rows, top_k),
-        fake(cutlass.Int32, rows, top_k),
-        fake(cutlass.Int32, num_experts),
-        fake(cutlass.Int32, num_experts + 1),
-        fake(cutlass.Int32, MAX_ROWS * top_k),
-        fake(cutlass.Int32, 2),
+        fake(cutlass.Float32, (rows, num_experts), 1, 16),
+        fake(cutlass.Float32, (num_experts,), 0, 16),
+        fake(cutlass.Uint8, (cute.sym_int(),), 0, 1),
+        fake(cutlass.Float32, (rows, top_k), 0, 16),
+        fake(cutlass.Int32, (rows, top_k), 0, 16),
+        *fake_plan(num_experts, top_k),
         cutlass.Float32(0.0),
         cutlass.Int32(0),
         cutlass.Int32(0),
@@ -161,28 +161,6 @@ def _form(num_experts: int, top_k: int, rows: int, cut: tuple[int, int] | None) 
     return (*model, *cut)
 
 
-def _check(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: Any
-) -> None:
-    """Raise ValueError unless ``tensor`` is as given, contiguous and aligned."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} "
-            f"{shape}"
-        )
-    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-        raise ValueError(
-            f"{name} has strides {tensor.stride()} and address "
-            f"{tensor.data_ptr():#x}; it must be contiguous and begin at a multiple of "
-            "16 bytes: pass a contiguous copy"
-        )
-    if tensor.device != device:
-        raise ValueError(
-            f"{name} is on {tensor.device} and logits on {device}; all tensors must be "
-            "on one device"
-        )
-
-
 def moe_route(
     logits: Tensor,
     bias: Tensor,
@@ -241,40 +219,20 @@ def moe_route(
     if rows > MAX_ROWS:
         raise ValueError(f"logits has {rows} rows; at most {MAX_ROWS}")
     form = _form(num_experts, top_k, rows, cut)
-    stride, last = logits.stride()
-    if last != 1 or (rows > 1 and stride % 4) or logits.data_ptr() % 16:
-        raise ValueError(
-            f"logits has strides {logits.stride()} and address "
-            f"{logits.data_ptr():#x}; its last dimension must be contiguous and every "
-            "row start at a multiple of 16 bytes: pass a contiguous copy"
-        )
     device = logits.device
     if weights is None:
         weights = logits.new_empty(rows, top_k)
     if ids is None:
         ids = logits.new_empty(rows, top_k, dtype=torch.int32)
-    integer = torch.int32
-    for name, tensor, dtype, shape in (
-        ("bias", bias, torch.float32, (num_experts,)),
-        ("weights", weights, torch.float32, (rows, top_k)),
-        ("ids", ids, integer, (rows, top_k)),
-        ("plan.experts", plan.experts, integer, (num_experts,)),
-        ("plan.offsets", plan.offsets, integer, (num_experts + 1,)),
-        ("plan.pairs", plan.pairs, integer, (MAX_ROWS * top_k,)),
-        ("plan.counts", plan.counts, integer, (2,)),
-    ):
-        _check(name, tensor, dtype, shape, device)
-    if padding is not None:
-        if padding.dtype != torch.bool or padding.shape != (rows,):
-            raise ValueError(
-                f"padding is {padding.dtype} {tuple(padding.shape)}; it must be "
-                f"torch.bool ({rows},)"
-            )
-        if padding.device != device or not padding.is_contiguous():
-            raise ValueError(
-                f"padding is on {padding.device} with strides {padding.stride()}; it "
-                f"must be contiguous and on {device}"
-            )
+    arguments: list[Argument] = [
+        ("logits", logits, torch.float32, (rows, num_experts), 1, 16),
+        ("bias", bias, torch.float32, (num_experts,), 0, 16),
+        ("padding", padding, torch.bool, (rows,), 0, 1),
+        ("weights", weights, torch.float32, (rows, top_k), 0, 16),
+        ("ids", ids, torch.int32, (rows, top_k), 0, 16),
+        *plan.arguments(num_experts, top_k),
+    ]
+    check_all(arguments, device, "logits")
     if rows == 0:
         for tensor, value in (
             (plan.experts, -1),

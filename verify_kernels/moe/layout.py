@@ -32,6 +32,11 @@ from torch import Tensor
 from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
 ROWS, COLUMNS = 16, 64
+TILE_BYTES = 512
+#: Of a CTA of either kernel; those of the first half share K.
+WARPS = 8
+#: That an SM holds.
+CTAS_PER_SM = 2
 #: Rows of gate, and of up, in a block of the first matrix: SiTU pairs row g and g + 8.
 HALF = ROWS // 2
 #: 2^126 in the exponent of a bf16; the byte's own bias is that of the scale.

@@ -23,10 +23,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
+from verify_kernels.moe.device import put, sigmoid, word
 
-MAX_ROWS = 64
-LOG2_E = 1.4426950408889634
 #: Below every key; that of NaN, above all others; above every key, and one more must
 #: not overflow.
 NONE = -(2**31)
@@ -41,11 +41,6 @@ CHUNK = 8
 #: More experts of a warp that reach the threshold: then it looks for equal keys, of
 #: which the first top_k are enough.
 MANY = 32
-
-
-def sigmoid(x):
-    """1 / (1 + e^-x): 0 below -88.8 and at -inf, NaN for NaN."""
-    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
 
 
 def largest(values):
@@ -64,8 +59,8 @@ def ballots(votes):
 def ones(words):
     """How many bits are set in all of some words."""
     total = cute.arch.popc(words[0])
-    for word in words[1:]:
-        total = total + cute.arch.popc(word)
+    for other in words[1:]:
+        total = total + cute.arch.popc(other)
     return total
 
 
@@ -231,9 +226,9 @@ class RouteKernel:
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
         if (across >= self.groups) & (across < 32):
-            self.put(mine + 4 * across, Int32(NONE))
+            put(mine + 4 * across, Int32(NONE))
         if (across >= self.warps) & (across < 8):
-            self.put(mine + self.found_at + 4 * across, Int32(0))
+            put(mine + self.found_at + 4 * across, Int32(0))
 
         # A lane of experts that do not exist loads those of another, and drops them.
         column = cutlass.min(across, Int32(self.experts // 4 - 1))
@@ -283,16 +278,6 @@ class RouteKernel:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def word(self, address, kind=Int32):
-        """An element of shared memory."""
-        pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4)
-        return cute.make_tensor(pointer, cute.make_layout(1))
-
-    @cute.jit
-    def put(self, address, value, kind=Int32):
-        self.word(address, kind)[0] = value
-
-    @cute.jit
     def key(self, choice):
         """An integer in the order of Float32 numbers, NaN the largest."""
         bits = ptx.float_bits(choice)
@@ -313,7 +298,7 @@ class RouteKernel:
             for offset in (1, 2, 4):
                 top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
             if (lane & 7) == 0:
-                self.put(mine + 16 * warp + (lane >> 1), top)
+                put(mine + 16 * warp + (lane >> 1), top)
             cute.arch.sync_threads()
             others = ptx.load_shared_128(mine + 16 * (lane & 7))
             votes = ballots([other >= top for other in others])
@@ -324,7 +309,7 @@ class RouteKernel:
             own = cutlass.select_(reached, top, Int32(NONE))
             own = cute.arch.warp_redux_sync(own, "max")
             if lane == 0:
-                self.put(mine + self.bounds_at + 4 * warp, own)
+                put(mine + self.bounds_at + 4 * warp, own)
             cute.arch.sync_threads()
             bounds = [
                 *ptx.load_shared_128(mine + self.bounds_at),
@@ -356,15 +341,15 @@ class RouteKernel:
         for v in cutlass.range_constexpr(4):
             taken = (takes[v] >> lane) & 1
             if taken != 0:
-                self.put(at, keys[v])
-                self.put(at + self.array, 4 * across + v)
-                self.put(at + 2 * self.array, scores[v], Float32)
+                put(at, keys[v])
+                put(at + self.array, 4 * across + v)
+                put(at + 2 * self.array, scores[v], Float32)
             at = at + 4 * taken
         if lane < CHUNK:
             end = mine + self.keys_at + self.pitch * warp + 4 * count
-            self.put(end + 4 * lane, Int32(NONE))
+            put(end + 4 * lane, Int32(NONE))
         if lane == 0:
-            self.put(mine + self.found_at + 4 * warp, count)
+            put(mine + self.found_at + 4 * warp, count)
         return count
 
     @cute.jit
@@ -375,7 +360,7 @@ class RouteKernel:
         found, those that come before.
         """
         part = lane & 7
-        others = self.word(mine + self.found_at + 4 * part)[0]
+        others = word(mine + self.found_at + 4 * part)
         most = cute.arch.warp_redux_sync(others, "max")
         keys = mine + self.keys_at
         own = keys + self.pitch * warp
@@ -383,7 +368,7 @@ class RouteKernel:
         for first in cutlass.range(0, count, 4, unroll=1):
             index = first + (lane >> 3)
             at = own + 4 * index
-            key = self.word(at)[0]
+            key = word(at)
             # Equal keys of a warp before this one come before, of one behind do not.
             needs = key + cutlass.select_(part < warp, Int32(0), Int32(1))
             ahead = Int32(0)
@@ -400,26 +385,26 @@ class RouteKernel:
             # And of this warp's own those before it.
             for start in cutlass.range(0, first + 4, CHUNK, unroll=1):
                 place = start + part
-                same = self.word(own + 4 * place)[0] == key
+                same = word(own + 4 * place) == key
                 same = same & (place < index)
                 ahead = ahead + cutlass.select_(same, Int32(1), Int32(0))
             for offset in (1, 2, 4):
                 ahead = ahead + cute.arch.shuffle_sync_bfly(ahead, offset=offset)
             if (part == 0) & (index < count) & (ahead < self.top_k):
-                expert = self.word(at + self.array)[0]
-                score = self.word(at + 2 * self.array, Float32)[0]
+                expert = word(at + self.array)
+                score = word(at + 2 * self.array, Float32)
                 place = mine + self.chosen_at + 4 * ahead
-                self.put(place, expert)
-                self.put(place + 4 * self.top_k, score, Float32)
+                put(place, expert)
+                put(place + 4 * self.top_k, score, Float32)
                 if ahead == self.top_k - 1:
-                    self.put(mine + self.last_at, key)
-                    self.put(mine + self.last_at + 4, expert)
+                    put(mine + self.last_at, key)
+                    put(mine + self.last_at + 4, expert)
 
     @cute.jit
     def send_bits(self, keys, mine, base, row, live, across, lane):
         """Which of a warp's experts are chosen: bit lane of word v is 4 lane + v."""
-        last = self.word(mine + self.last_at)[0]
-        last_expert = self.word(mine + self.last_at + 4)[0]
+        last = word(mine + self.last_at)
+        last_expert = word(mine + self.last_at + 4)
         votes = []
         for v in cutlass.range_constexpr(4):
             before = 4 * across + v <= last_expert
@@ -435,7 +420,7 @@ class RouteKernel:
         """16 bytes to the shared memory of CTA 0."""
         if const_expr(self.ctas == 1):
             for i in cutlass.range_constexpr(4):
-                self.put(place + 4 * i, words[i])
+                put(place + 4 * i, words[i])
         else:
             values = [ptx.float_from_bits(word) for word in words]
             ptx.store_remote_f32x4(place, values, base, Int32(0))
@@ -444,8 +429,8 @@ class RouteKernel:
     def weigh(self, mine, base, row, live, lane, weights, ids, scale):
         """A row's weights and ids, by one warp."""
         place = mine + self.chosen_at + 4 * (lane & (self.top_k - 1))
-        expert = self.word(place)[0]
-        score = self.word(place + 4 * self.top_k, Float32)[0]
+        expert = word(place)
+        score = word(place + 4 * self.top_k, Float32)
         total = score
         for step in cutlass.range_constexpr(self.k_bits):
             total = total + cute.arch.shuffle_sync_bfly(
@@ -488,7 +473,7 @@ class RouteKernel:
                 before = cute.arch.shuffle_sync_up(place, offset=1 << step)
                 place = place + cutlass.select_(lane >= 1 << step, before, Int32(0))
             if lane == 31:
-                self.put(base + self.totals_at + 4 * warp, place)
+                put(base + self.totals_at + 4 * warp, place)
             place = place - own
         cute.arch.sync_threads()
 
@@ -509,8 +494,8 @@ class RouteKernel:
                 ptx.store_shared_128_if(there, Int32(1), record)
                 if found[v] != 0:
                     number = place >> 16
-                    self.put(base + self.used_at + 4 * number, expert)
-                    self.put(base + self.starts_at + 4 * number, offset)
+                    put(base + self.used_at + 4 * number, expert)
+                    put(base + self.starts_at + 4 * number, offset)
                 place = place + found[v]
         cute.arch.sync_threads()
 
@@ -518,7 +503,7 @@ class RouteKernel:
         chosen = total & 0xFFFF
         used = total >> 16
         for pair in cutlass.range(thread, rows << self.k_bits, self.threads, unroll=1):
-            expert = self.word(base + self.ids_at + 4 * pair)[0]
+            expert = word(base + self.ids_at + 4 * pair)
             if expert >= 0:
                 offset, first, second, _ = ptx.load_shared_128(
                     base + self.slots_at + 16 * expert

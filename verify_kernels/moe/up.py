@@ -26,8 +26,11 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
+    PAIRS,
     factors,
     halfword,
+    load_scales,
+    load_tile,
     no_words,
     product,
     situ,
@@ -35,15 +38,16 @@ from verify_kernels.moe.device import (
     word,
     zeros,
 )
-from verify_kernels.moe.layout import COLUMNS, HALF, slots_of
+from verify_kernels.moe.layout import (
+    COLUMNS,
+    CTAS_PER_SM,
+    HALF,
+    TILE_BYTES,
+    WARPS,
+    slots_of,
+)
 
-WARPS = 8
 THREADS = 32 * WARPS
-TILE_BYTES = 512
-#: Pairs that one mma has columns for.
-PAIRS = 8
-#: Read once: not kept in L1.
-STREAM = ".L1::no_allocate"
 
 
 class ExpertsUpKernel:
@@ -71,8 +75,6 @@ class ExpertsUpKernel:
     early_loads = ()
 
     def __init__(self, latent: int, inner: int, experts: int, top_k: int):
-        self.latent = latent
-        self.inner = inner
         self.experts = experts
         self.k_bits = top_k.bit_length() - 1
         tiles = latent // COLUMNS
@@ -111,7 +113,7 @@ class ExpertsUpKernel:
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=100,
         )
 
@@ -154,7 +156,7 @@ class ExpertsUpKernel:
         at = words.iterator.toint() + number * (TILE_BYTES * self.run) + 16 * lane
         for t in cutlass.range_constexpr(self.run):
             self.request(held, t, at, there, warp, ())
-        self.scales_of(ahead, scales, number, lane, there)
+        load_scales(ahead, scales, number, self.slots, lane, there)
         area = base
         for item in cutlass.range(first, items, step, unroll=1):
             for i in cutlass.range_constexpr(self.slots // 2):
@@ -162,7 +164,7 @@ class ExpertsUpKernel:
             there = item + step < items
             number = self.place(base, item + step, there, warp)
             at = words.iterator.toint() + number * (TILE_BYTES * self.run) + 16 * lane
-            self.scales_of(ahead, scales, number, lane, there)
+            load_scales(ahead, scales, number, self.slots, lane, there)
             index = item // self.blocks
             block = item - index * self.blocks
             begin = word(base + self.offsets_at + 4 * index)
@@ -201,22 +203,7 @@ class ExpertsUpKernel:
     def request(self, held, t, at, there, warp, old):
         """A warp's t-th tile of an item, if there is one."""
         live = Int32(there & (warp * self.run + t < self.tiles))
-        loaded = ptx.load_global_128_if(at, live, TILE_BYTES * t, old, STREAM)
-        for i in cutlass.range_constexpr(4):
-            held[4 * t + i] = loaded[i]
-
-    @cute.jit
-    def scales_of(self, ahead, scales, number, lane, there):
-        """This lane's scales of a run, if there is one."""
-        pair = (lane >> 2) * 2 + ((lane & 3) >> 1)
-        at = scales.iterator.toint() + number * (32 * self.slots)
-        at = at + 2 * self.slots * pair
-        if there:
-            pointer = cute.make_ptr(
-                Int32, at, cute.AddressSpace.gmem, assumed_align=2 * self.slots
-            )
-            layout = cute.make_layout(self.slots // 2)
-            cute.autovec_copy(cute.make_tensor(pointer, layout), ahead)
+        load_tile(held, t, at, live, old)
 
     @cute.jit
     def multiply(self, row, live, warp, held, exponents, at, goes):

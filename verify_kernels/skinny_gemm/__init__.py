@@ -12,9 +12,9 @@ computed, `tiling` in which order it is summed and what a CTA holds, `kernel` is
 device code, `host` compiles, checks and launches. This op has three kernels with one
 order of sums, so with the same bits: `kernel` (a ring of bulk copies), `direct` (short
 launches) and `wide` (many rows, wgmma; `wide_staged` is its form with asynchronous
-copies); `choice` says which serves a shape, from the
-table that `python -m experiments.bench.tune` measured and from one for widths that it
-has not measured yet.
+copies); `choice` says which serves a shape, from the table that
+`python -m experiments.bench.tune` measured and from one for widths that it has not
+measured yet.
 """
 
 from verify_kernels.skinny_gemm.host import BoundGemm, SkinnyGemm, serves

@@ -202,8 +202,8 @@ class StagedWideGemmKernel(WideGemmKernel):
             ptx.wait_copies(lead)
             stage = Int32(Uint32(number) % t.stages) if t.stages else number
             if const_expr(not t.stages):
-                # That the copying warps have told of the part before, which they do
-                # together: between a tale and further loads the audit wants a wait.
+                # The audit wants a wait between an arrival and further loads: for the
+                # part before, at which all copying warps have arrived.
                 before = cutlass.max(number - 1, 0)
                 self.wait(self.x_full(before), Int32(number == 0))
             self.arrange(stage, m >> 16)

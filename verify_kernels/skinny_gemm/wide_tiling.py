@@ -34,8 +34,8 @@ _OTHER_REGISTERS_ALONE = 28
 
 #: Of a staged tiling: steps of 32 columns that are multiplied at a time, at most, and
 #: groups of copies under way that a thread counts, at most.
-_PIECE = 4
-_MOST_GROUPS = 48
+MOST_TOGETHER = 4
+MOST_GROUPS = 48
 #: Parts of X that are waited for or multiplied while others come.
 LAG = 2
 
@@ -125,17 +125,17 @@ class WideTiling(GemmTiling):
         )
 
     def _check_staged(self) -> None:
-        most = min(self.slice_chunks, _MOST_GROUPS)
+        most = min(self.slice_chunks, MOST_GROUPS)
         if not self.piece <= self.depth <= most:
             raise ValueError(
                 f"depth={self.depth}: a staged tiling of K {self.k} has {self.piece} "
                 f"to {most} steps of 32 columns under way"
             )
         if not self.stages:
-            if self.parts > _MOST_GROUPS:
+            if self.parts > MOST_GROUPS:
                 raise ValueError(
                     f"token_loads={self.token_loads}: X comes in {self.parts} parts, "
-                    f"at most {_MOST_GROUPS}; raise it"
+                    f"at most {MOST_GROUPS}; raise it"
                 )
             return
         if self.stages <= LAG or self.k_groups > 1:
@@ -156,7 +156,7 @@ class WideTiling(GemmTiling):
         if not self.staged:
             return self.chunks
         free = self.registers - self._other_registers - self._sum_registers
-        most = min(_PIECE, max(free // 16, 1))
+        most = min(MOST_TOGETHER, max(free // 16, 1))
         return -(-self.chunks // -(-self.chunks // most))
 
     def pieces(self) -> Iterator[tuple[int, int]]:

@@ -25,6 +25,20 @@ STEP_LIMIT_S, FAULT_STEP_LIMIT_S = 60, 15
 #: A step's bound, then vLLM's grace and two signals for its workers.
 FAULT_LIMIT_S = 55.0
 STEPS = 2000
+#: What is judged at TP 2.
+JUDGED = (
+    "tp1-plain",
+    "fixed-k1",
+    "fixed-k4",
+    "fixed-k7",
+    "fixed-eager-k7",
+    "adaptive-k7",
+    "adaptive-k7 lengths same",
+    "adaptive-k7 lengths drift",
+    "killed-k4 kill",
+    "stopped-k7 stop",
+    *(f"{of}-L4-ranks2-k{k}" for of in measure.TARGETS for k in (0, 7)),
+)
 DRIFT = 1e-2
 #: Of a group of one width, what grows with the number of ranks.
 _GROWING = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -100,7 +114,7 @@ def small_cases(trained: bool, steps: int = STEPS) -> list[Case]:
         "steps": steps,
         "drift": DRIFT,
     }
-    found = [Case("tp1-plain", options=plain)] if trained else []
+    found = [Case("tp1-plain", plain="plain", options=plain)] if trained else []
     return [
         *found,
         Case("plain", options=plain),

@@ -28,13 +28,15 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
     Keys of ``options``: groups, as of the suite's jobs; lengths {group, steps, drift};
     fault {kind, group, limit_s}, after which the engine is dead.
     """
+    from experiments.bench.record import versions
+
     found: dict[str, Any] = {
         "groups": {
             name: jobs.greedy(llm, **group)
             for name, group in options.get("groups", {}).items()
         },
         "gpu": llm.collective_rpc("k3_gpu"),
-        "versions": _versions(),
+        "versions": versions(),
     }
     counters = llm.collective_rpc("k3_counters")
     found["counters"] = counters[0]
@@ -44,12 +46,6 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
     if fault := options.get("fault"):
         found["fault"] = break_a_rank(llm, **fault)
     return found
-
-
-def _versions() -> dict[str, str]:
-    from experiments.bench.record import versions
-
-    return versions()
 
 
 def count_lengths(

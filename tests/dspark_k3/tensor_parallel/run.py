@@ -14,6 +14,7 @@ from experiments.gpu_engine import fleet, lines, measure, ranks
 from experiments.gpu_engine.fleet import Outcome, Turns, Wave
 from experiments.layer_trace import describe
 from tests.dspark_k3.suite.cases import Case
+from tests.dspark_k3.suite.run import selected
 from tests.dspark_k3.tensor_parallel import cases, verdict
 from tests.dspark_k3.tensor_parallel.cases import Models
 
@@ -94,17 +95,16 @@ class Report:
     def _compare_texts(self, written: verdict.Lines) -> None:
         """Judge the cases of which both sides are there by now."""
         for name, case in self._cases.items():
-            plain = "plain" if name == "tp1-plain" else case.plain
-            ready = plain in self._answers and name in self._answers
-            if not plain or not ready or name in self.verdicts["cases"]:
+            ready = case.plain in self._answers and name in self._answers
+            if not ready or name in self.verdicts["cases"]:
                 continue
-            found, base = self._answers[name], self._answers[plain]
+            found, base = self._answers[name], self._answers[case.plain]
             if name == "tp1-plain":
                 judged = verdict.reduction(found, base)
                 against = f"TP {self._tp} plain"
             else:
                 judged = verdict.speculation(case, base, found, trained=self._trained)
-                against = plain
+                against = case.plain
             self._judged(name, judged)
             written.texts(case, judged, self._gpu, against)
 
@@ -248,12 +248,3 @@ def run(
         say(f"stopped after {minutes:.1f} minutes")
         report.verdicts["failed"]["the run"] = f"not done after {minutes:.1f} minutes"
     return report
-
-
-def selected(wanted: Sequence[Case], only: str) -> list[Case]:
-    """The cases whose names contain ``only``, and the plain cases they need."""
-    chosen = {case.name for case in wanted if only in case.name}
-    needed = {case.plain for case in wanted if case.name in chosen} | chosen
-    if "tp1-plain" in chosen:
-        needed.add("plain")
-    return [case for case in wanted if case.name in needed]

@@ -26,19 +26,6 @@ from tests.experiments import fake_gpu
 
 TEXT = functools.cache(corpora.held_out_bytes)
 GPU = "NVIDIA H200"
-NAMES = {
-    "tp1-plain",
-    "fixed-k1",
-    "fixed-k4",
-    "fixed-k7",
-    "fixed-eager-k7",
-    "adaptive-k7",
-    "adaptive-k7 lengths same",
-    "adaptive-k7 lengths drift",
-    "killed-k4 kill",
-    "stopped-k7 stop",
-    *(f"{of}-L4-ranks2-k{k}" for of in ("stock", "ours") for k in (0, 7)),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +38,6 @@ def text_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found
-
-
-# Which degrees.
 
 
 @pytest.mark.parametrize(("tp", "serves"), [(1, True), (2, True), (3, False)])
@@ -80,9 +64,6 @@ def test_an_odd_degree_is_refused() -> None:
         cases.grown({}, 3)
     with pytest.raises(SystemExit):
         command.main(["--tp", "3", "--out", "x"])
-
-
-# Engines.
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -121,9 +102,6 @@ def test_multicast_that_is_on_is_refused() -> None:
     ranks.check_environment(ranks.MULTICAST_OFF)
     with pytest.raises(ValueError, match="NCCL_NVLS_ENABLE=1"):
         ranks.check_environment({"NCCL_NVLS_ENABLE": "1"})
-
-
-# What each rank decided.
 
 
 class FakeRunner:
@@ -223,9 +201,6 @@ def test_drift_moves_the_rows_of_live_requests_of_one_rank() -> None:
     assert worker.tp_agree(False) is True and manager.agree is False
 
 
-# The job.
-
-
 class FakeLlm:
     """Answers of two ranks; the control run ends as ``control`` says."""
 
@@ -318,9 +293,6 @@ def test_an_engine_that_hangs_is_said_to() -> None:
     assert not gates["stopped_with_an_error"] and not gates["in_bounded_time"]
 
 
-# The command.
-
-
 def tokens(prompt: list[int], count: int) -> list[int]:
     return [(sum(prompt) + 7 * i) % 16 for i in range(count)]
 
@@ -411,7 +383,7 @@ def test_the_whole_run_holds_and_leaves_lines(tmp_path: Path) -> None:
     found = report(tmp_path, Engines())
     assert found.ok, found.verdicts
     judged = found.verdicts["cases"]
-    assert set(judged) == NAMES
+    assert set(judged) == set(cases.JUDGED)
     assert judged["tp1-plain"]["largest_gap"] == 0.03
     assert len(judged["tp1-plain"]["differences"]) == 1
     assert judged["fixed-k1"]["gates"] == {
@@ -487,9 +459,6 @@ def test_a_run_that_takes_too_long_is_stopped_and_keeps_its_lines(
     assert found.verdicts["cases"]["fixed-k1"]["gates"]["text_equal"]
     assert results.read(tmp_path)
     assert idle[0].wait(5) is not None
-
-
-# Engines of two waves share the GPUs.
 
 
 def test_waves_share_the_gpus_one_turn_at_a_time(tmp_path: Path) -> None:

@@ -165,7 +165,8 @@ def compare(ranks: Sequence[Sequence[Any]]) -> dict[str, Any]:
     Returns:
         steps (the shortest rank's), agree, digests by rank, first (the first step in
         which ranks differ, and what each did), trimmed (steps that ran fewer rows than
-        were scheduled), graphs (different ones) and widths (different rows a request).
+        were scheduled), uneven (those of them whose requests differ in rows) and graphs
+        (different ones).
     """
     lengths = [len(steps) for steps in ranks]
     digests = [digest(steps) for steps in ranks]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what the KDA launches are given."""
+"""Checks of what launches are given."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -
 def check_strides(name: str, tensor: Tensor, opened: int, align: int) -> None:
     """Raise ValueError unless all but the first ``opened`` dimensions are contiguous
     and every item along those starts at a multiple of ``align`` bytes."""
-    inner = 1
-    contiguous = True
-    for size, stride in reversed(
-        list(zip(tensor.shape, tensor.stride(), strict=True))[opened:]
-    ):
-        contiguous = contiguous and (size == 1 or stride == inner)
-        inner *= size
+    contiguous = tensor.is_contiguous()
+    if not contiguous:
+        contiguous, inner = True, 1
+        held = list(zip(tensor.shape, tensor.stride(), strict=True))[opened:]
+        for size, stride in reversed(held):
+            contiguous = contiguous and (size == 1 or stride == inner)
+            inner *= size
     steps = [tensor.stride(i) for i in range(opened) if tensor.shape[i] > 1]
     aligned = all(s * tensor.element_size() % align == 0 for s in steps)
     if not contiguous or not aligned or tensor.data_ptr() % align:
+        wanted = f"it must be contiguous and start at a multiple of {align} bytes"
+        if opened:
+            wanted = (
+                f"all dimensions but the first {opened} must be contiguous, and what "
+                f"they hold start at a multiple of {align} bytes"
+            )
         raise ValueError(
             f"{name} has strides {tensor.stride()} and address "
-            f"{tensor.data_ptr():#x}; all dimensions but the first {opened} must be "
-            f"contiguous, and what they hold start at a multiple of {align} bytes"
+            f"{tensor.data_ptr():#x}; {wanted}"
         )
 
 
