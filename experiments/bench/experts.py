@@ -176,49 +176,54 @@ class ExpertsBench:
         return admitted
 
     def measure(self) -> Iterator[Point]:
-        """Points of one M and routing, one for each part, are timed together."""
+        """A part after the other: whatever routing does to a device, the experts alone
+        have been measured before it."""
         weights, own, others = self._ways()
-        for routing in ROUTINGS:
-            for rows in self._settings.rows:
-                if rows == 1 and routing != ROUTINGS[0]:
-                    # One row has nobody to share with.
-                    continue
-                yield from self._measure(routing, rows, weights, own, others)
+        for part in PARTS:
+            for routing in ROUTINGS:
+                for rows in self._settings.rows:
+                    # One row has nobody to share experts with.
+                    if rows > 1 or routing == ROUTINGS[0]:
+                        yield self._measure(routing, rows, part, weights, own, others)
 
     def _measure(
-        self, routing: str, rows: int, weights: Weights, own: Ways, others: Ways
-    ) -> Iterator[Point]:
+        self,
+        routing: str,
+        rows: int,
+        part: str,
+        weights: Weights,
+        own: Ways,
+        others: Ways,
+    ) -> Point:
         size = self._shape.live_bytes(self._step(routing, rows).distinct())
         step = self._step(routing, rows, copies_of(size))
         truth = Truth.of(step, weights)
-        timed: list[Way] = []
-        points: dict[str, Point] = {}
-        for part in PARTS:
-            point = points[part] = self._point(routing, part, step)
-            point.missing.update({**own.missing, **others.missing})
-            mine = [way for way in own.ways if way.part == part]
-            gated, missing = self._gate(mine, step, truth)
-            point.gates.update(gated)
-            point.missing.update(missing)
-            red = point.red()
-            timed += [w for w in mine if w.key in gated and w.key not in red]
-            theirs = [way for way in others.ways if way.part == part]
-            timed += self._admit(theirs, step, truth, point)
+        point = self._point(routing, part, step)
+        point.missing.update({**own.missing, **others.missing})
+        mine = [way for way in own.ways if way.part == part]
+        gated, missing = self._gate(mine, step, truth)
+        point.gates.update(gated)
+        point.missing.update(missing)
+        red = point.red()
+        timed = [way for way in mine if way.key in gated and way.key not in red]
+        theirs = [way for way in others.ways if way.part == part]
+        timed += self._admit(theirs, step, truth, point)
         times = self._settings.timer.measure(
-            {way.timed_as: way.make(step) for way in timed},
+            {way.key: way.make(step) for way in timed},
             step.copies,
             timing.floor_us(size),
         )
-        for way in timed:
-            time, point = times[way.timed_as], points[way.part]
+        for key, time in times.items():
             if isinstance(time, str):
-                point.missing[spell(way.key)] = time
+                point.missing[spell(key)] = time
             else:
-                point.timings[way.key] = time
-        yield from points.values()
+                point.timings[key] = time
+        return point
 
     def trace(self, points: Sequence[Point]) -> None:
         """See :class:`experiments.bench.core.Bench`."""
+        if not any(point.timings for point in points):
+            return
         _, own, others = self._ways()
         every = (own + others).ways
         for point in points:

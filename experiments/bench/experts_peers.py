@@ -263,7 +263,6 @@ def peers(
     for backend in backends:
         try:
             layer = build(backend, shape, weights, warm.bias, warm.latent.device)
-            routed(layer, warm)(0)
             alone(layer, warm)(0)
         except Exception as error:
             found.missing[backend] = reason(error)
@@ -273,4 +272,5 @@ def peers(
                 found.ways.append(Way(backend, "plain", part, way, layer.note))
         # What was built in vain or repacked is gone before the next is built.
         gc.collect()
+        torch.cuda.empty_cache()
     return found

@@ -42,13 +42,8 @@ class Way:
 
     @property
     def key(self) -> Key:
-        """(name, mode) in a point of its part."""
+        """(name, mode)."""
         return self.name, self.mode
-
-    @property
-    def timed_as(self) -> Key:
-        """(name, mode) among the ways of all parts."""
-        return f"{self.name} {self.part}", self.mode
 
 
 @dataclass(frozen=True)
