@@ -16,6 +16,8 @@ from experiments import results
 from experiments.bench import (
     attention_residual,
     bandwidth,
+    experts,
+    experts_peers,
     gemm,
     kda,
     kda_peers,
@@ -104,12 +106,18 @@ def _kdas(options: argparse.Namespace, settings: Settings) -> list[Bench]:
     return [kda.KdaBench(shape, settings) for shape in shapes]
 
 
+def _experts(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    found = experts.shares(_sizes(options))
+    return [experts.ExpertsBench(shape, settings) for shape in found]
+
+
 _MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
     gemm.OP: _gemms,
     moe_front.OP: _fronts,
     attention_residual.OP: _residuals,
     weight_prefetch.OP: _prefetches,
     kda.OP: _kdas,
+    experts.OP: _experts,
 }
 OPS = tuple(_MAKERS)
 
@@ -222,6 +230,8 @@ def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
         peers.preload()
         if kda.OP in options.ops:
             kda_peers.preload()
+        if experts.OP in options.ops:
+            experts_peers.preload()
         settings = Settings(
             CudaTimer(options.rounds),
             torch.device("cuda"),

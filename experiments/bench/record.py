@@ -18,6 +18,7 @@ from experiments.bench.timing import floor_us
 
 _PACKAGES = (
     "torch", "triton", "nvidia-cutlass-dsl", "quack-kernels", "vllm", "fla-core",
+    "humming-kernels",
 )  # fmt: skip
 _QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.bench import attention_residual, kda, kda_targets, weight_prefetch
+from experiments.bench import (
+    attention_residual,
+    experts,
+    experts_targets,
+    kda,
+    kda_targets,
+    weight_prefetch,
+)
 from experiments.bench.candidate import CUBLAS, OURS, Key, Mode, Point, spell
 from experiments.bench.timing import floor_us
 
@@ -70,13 +77,15 @@ def verdicts(point: Point) -> Verdicts:
     ``peer_plain`` and ``peer_pdl``, not slower than the best peer by more than 3 %;
     ``cublas``, M >= 16, each launch mode at least as fast as cuBLAS. attn_res: at least
     twice as fast as the best peer in the same mode, M <= 8. moe_front: as skinny_gemm,
-    our separate launches being one of the peers. kda: as `kda_targets.TARGETS`.
-    prefetch: none.
+    our separate launches being one of the peers. kda: as `kda_targets.TARGETS`;
+    experts: as `experts_targets.TARGETS`. prefetch: none.
     """
     if point.op == weight_prefetch.OP:
         return {}
     if point.op == kda.OP:
         return kda_targets.verdicts(point)
+    if point.op == experts.OP:
+        return experts_targets.verdicts(point)
     if point.op == attention_residual.OP:
         if point.rows > DECODE_ROWS:
             return {"peer_plain": None, "peer_pdl": None}
@@ -119,6 +128,7 @@ def _row(point: Point) -> list[str]:
     size = {
         attention_residual.OP: "{width}",
         kda.OP: "{requests}x{width}",
+        experts.OP: "{inner}x{latent}",
     }.get(point.op, "{n}x{k}")
     return [
         point.label,
@@ -179,4 +189,6 @@ def remarks(points: Sequence[Point]) -> str:
     ]
     ours = [point for point in points if point.op == kda.OP]
     lines += [*kda_targets.summaries(ours), *kda_targets.lines(ours)]
+    routed = [point for point in points if point.op == experts.OP]
+    lines += [*experts_targets.summaries(routed), *experts_targets.lines(routed)]
     return "\n".join(lines)
