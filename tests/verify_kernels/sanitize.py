@@ -41,15 +41,18 @@ GRIDS: dict[str, Callable[[Any, int], int]] = {
     "SkinnyGemmKernel": lambda tiling, n: 2 * tiling.cluster,
     "DirectGemmKernel": lambda tiling, n: -(-n // tiling.rows),
     "WideGemmKernel": lambda tiling, n: tiling.cluster,
+    "StagedWideGemmKernel": lambda tiling, n: tiling.cluster,
 }
 #: K, rows of each weight, bytes of an element of each output, and M. Each is launched
-#: in every design that is compiled for it. In the ring, M = 9 at K = 768 holds its
-#: tokens in registers, M = 33 has some in shared memory; K = 7168 has clusters.
+#: in every design that is compiled for it. At K = 7168 the ring holds M = 9's tokens in
+#: registers and has some of M = 33's in shared memory, and there are clusters. Staged,
+#: X of K = 33792 comes in turns.
 GEMMS: tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = (
     (768, (160,), (2,), (1, 9, 33)),
     (7168, (160,), (2,), (1, 9, 33)),
     (7168, (20, 60, 80), (4, 2, 2), (9,)),
     (512, (40,), (4,), (1, 9)),
+    (33792, (160,), (2,), (33,)),
 )
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
