@@ -75,11 +75,19 @@ def forbid_multicast() -> None:
 
     FlashInfer's workspace counts as failed, which vLLM answers with its other
     all-reduce, and the driver's call raises.
+
+    Raises:
+        RuntimeError: vLLM has no such mark, so setting one would do nothing.
     """
     from vllm.distributed.device_communicators import flashinfer_all_reduce
 
-    flashinfer_all_reduce._fi_ar_workspace_failed = True
-    flashinfer_all_reduce._fi_ar_quant_workspace_failed = True
+    for mark in ("_fi_ar_workspace_failed", "_fi_ar_quant_workspace_failed"):
+        if not hasattr(flashinfer_all_reduce, mark):
+            raise RuntimeError(
+                f"{flashinfer_all_reduce.__name__} has no {mark}: this vLLM is not the "
+                "one whose multicast `forbid_multicast` knows how to turn off"
+            )
+        setattr(flashinfer_all_reduce, mark, True)
     try:
         driver: Any = importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -93,14 +101,23 @@ def _refuse(*arguments: Any, **keywords: Any) -> None:
 
 def aligner() -> Callable[[], None] | None:
     """In a worker: what makes the GPUs of its group wait for each other on the current
-    stream, or None for one GPU."""
+    stream, or None for one GPU.
+
+    Raises:
+        RuntimeError: vLLM's NCCL communicator is off.
+    """
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
         return None
-    communicator = group.device_communicator.pynccl_comm
+    communicator = getattr(group.device_communicator, "pynccl_comm", None)
+    if communicator is None or communicator.disabled:
+        raise RuntimeError(
+            f"vLLM's NCCL communicator of {group.world_size} GPUs is off; steps cannot "
+            "begin together"
+        )
     # float64, by which a trace tells it from the model's (`segment.ALIGN`).
     word = torch.zeros(1, dtype=torch.float64, device=group.device)
 

@@ -98,7 +98,11 @@ def test_workers_of_a_group_make_no_multicast(monkeypatch: pytest.MonkeyPatch) -
 def test_flashinfers_workspace_counts_as_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workspaces = SimpleNamespace()
+    workspaces = SimpleNamespace(
+        __name__="flashinfer_all_reduce",
+        _fi_ar_workspace_failed=False,
+        _fi_ar_quant_workspace_failed=False,
+    )
     driver = SimpleNamespace(cuMulticastCreate=lambda *_: None)
     base = "vllm.distributed.device_communicators"
     package = SimpleNamespace(flashinfer_all_reduce=workspaces)
@@ -107,8 +111,26 @@ def test_flashinfers_workspace_counts_as_failed(
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
     ranks.forbid_multicast()
     assert workspaces._fi_ar_workspace_failed
+    assert workspaces._fi_ar_quant_workspace_failed
     with pytest.raises(RuntimeError, match="multicast is off"):
         driver.cuMulticastCreate(None)
+    del workspaces._fi_ar_quant_workspace_failed
+    with pytest.raises(RuntimeError, match="has no _fi_ar_quant_workspace_failed"):
+        ranks.forbid_multicast()
+
+
+def test_ranks_do_not_begin_together_without_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = SimpleNamespace(world_size=1, device_communicator=None)
+    state = SimpleNamespace(get_tp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    assert ranks.aligner() is None
+    group.world_size = 2
+    off = SimpleNamespace(pynccl_comm=SimpleNamespace(disabled=True))
+    for group.device_communicator in (None, off):
+        with pytest.raises(RuntimeError, match="communicator of 2 GPUs is off"):
+            ranks.aligner()
 
 
 def test_engines_have_ports_of_their_own() -> None:
