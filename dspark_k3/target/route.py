@@ -2,7 +2,8 @@
 """Which experts a row takes, by our launch in place of vLLM's router.
 
 vLLM's own kernel for K3's one group of 896 experts takes 10 µs at one row and 16 at
-eight beside other work (a TP 16 share, H200, 2026-11-30); ours 2.6 and 3.1.
+eight beside other work (a TP 16 share, H200, 2026-11-30). Ours has not been timed
+beside it.
 """
 
 from __future__ import annotations

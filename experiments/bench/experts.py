@@ -25,7 +25,8 @@ from experiments.bench.experts_data import (
     Truth,
     Weights,
 )
-from experiments.bench.experts_ways import PARTS, Run, Way, Ways
+from experiments.bench.experts_ways import PARTS
+from experiments.bench.ways import Run, Way, Ways
 
 OP = "experts"
 #: Error of a peer over the norm of the result. Peers round gate, up, SiTU and every
@@ -65,8 +66,10 @@ class ExpertsBench:
         self,
         shape: ExpertsShape,
         settings: Settings,
-        our_ways: Callable[[Weights, Sequence[Mode]], Ways] = experts_ways.ours,
-        peer_ways: Callable[[ExpertsShape, Weights, Step], Ways] = experts_peers.peers,
+        our_ways: Callable[[Weights, Sequence[Mode]], Ways[Step]] = experts_ways.ours,
+        peer_ways: Callable[
+            [ExpertsShape, Weights, Step], Ways[Step]
+        ] = experts_peers.peers,
     ) -> None:
         self.label = f"{OP}@{shape.tp}"
         self._shape = shape
@@ -78,7 +81,7 @@ class ExpertsBench:
         device = self._settings.device
         return Step.draw(self._shape, routing, rows, copies, device)
 
-    def _ways(self) -> tuple[Weights, Ways, Ways]:
+    def _ways(self) -> tuple[Weights, Ways[Step], Ways[Step]]:
         """The bank, ours and the peers'."""
         weights = Weights.draw(self._shape, self._settings.device)
         warm = self._step(ROUTINGS[0], max(self._settings.rows))
@@ -119,7 +122,7 @@ class ExpertsBench:
         return int(wrong) == 0
 
     def _gate(
-        self, ways: Sequence[Way], step: Step, truth: Truth
+        self, ways: Sequence[Way[Step]], step: Step, truth: Truth
     ) -> tuple[dict[Key, dict[str, bool]], dict[str, str]]:
         """Gates of our ways of one part by launch mode, and why one did not run."""
         found: dict[Key, dict[str, bool]] = {}
@@ -151,8 +154,8 @@ class ExpertsBench:
         return found, missing
 
     def _admit(
-        self, ways: Sequence[Way], step: Step, truth: Truth, point: Point
-    ) -> list[Way]:
+        self, ways: Sequence[Way[Step]], step: Step, truth: Truth, point: Point
+    ) -> list[Way[Step]]:
         """Peers that run and are right; the others, with why, are missing."""
         admitted = []
         for way in ways:
@@ -192,8 +195,8 @@ class ExpertsBench:
         rows: int,
         part: str,
         weights: Weights,
-        own: Ways,
-        others: Ways,
+        own: Ways[Step],
+        others: Ways[Step],
     ) -> Point:
         size = self._shape.live_bytes(self._step(routing, rows).distinct())
         step = self._step(routing, rows, copies_of(size))
@@ -239,7 +242,7 @@ class ExpertsBench:
             point.kernels.update(names)
 
 
-def _row_by_row(way: Way, step: Step) -> Tensor:
+def _row_by_row(way: Way[Step], step: Step) -> Tensor:
     """Every row of the first copy alone, [M, L]."""
     return torch.cat(
         [way.make(step.part(t, t + 1))(0).clone() for t in range(step.rows)]

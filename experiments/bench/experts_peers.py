@@ -26,7 +26,8 @@ from torch import Tensor
 from experiments.bench import peers as vllm_peers
 from experiments.bench.candidate import reason
 from experiments.bench.experts_data import ExpertsShape, Step, Weights
-from experiments.bench.experts_ways import EXPERTS, ROUTED, Run, Way, Ways
+from experiments.bench.experts_ways import EXPERTS, ROUTED
+from experiments.bench.ways import Run, Way, Ways
 from experiments.byte_model import MIN_EXPERT_SHARD
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
 from verify_kernels.moe.mxfp4 import Mxfp4
@@ -248,7 +249,7 @@ def peers(
     warm: Step,
     build: Callable[..., Layer] = VllmLayer,
     backends: Sequence[str] = BACKENDS,
-) -> Ways:
+) -> Ways[Step]:
     """Every peer, and why one cannot be built.
 
     Args:
@@ -259,7 +260,7 @@ def peers(
         build: makes a layer.
         backends: of `BACKENDS`.
     """
-    found = Ways()
+    found: Ways[Step] = Ways()
     for backend in backends:
         try:
             layer = build(backend, shape, weights, warm.bias, warm.latent.device)
@@ -269,7 +270,7 @@ def peers(
         else:
             for part, make in ((EXPERTS, alone), (ROUTED, routed)):
                 way = partial(make, layer)
-                found.ways.append(Way(backend, "plain", part, way, layer.note))
+                found.ways.append(Way(backend, "plain", way, layer.note, part))
         # What was built in vain or repacked is gone before the next is built.
         gc.collect()
         torch.cuda.empty_cache()

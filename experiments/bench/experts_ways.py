@@ -1,60 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to run the routed experts, and those of this package."""
+"""Ways of this package to run the routed experts; results are bf16 [M, L]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from experiments.bench.candidate import OURS, Key, Mode, reason
+from experiments.bench.candidate import OURS, Mode, reason
 from experiments.bench.experts_data import Step, Weights
+from experiments.bench.ways import Run, Way, Ways
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.moe import ExpertPlan
 
 #: What is timed: the experts, ids and shares being there, or routing before them.
 EXPERTS, ROUTED = "experts", "route+experts"
 PARTS = (EXPERTS, ROUTED)
-
-#: Runs a step with one of its copies' choices; the result is bf16 [M, L].
-Run = Callable[[int], Tensor]
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run a part.
-
-    Attributes:
-        name: `candidate.OURS` or the peer's.
-        mode: how its kernels are launched.
-        part: of `PARTS`.
-        make: prepares it for a step; what it returns may overwrite its last result.
-        note: what a reader should know.
-    """
-
-    name: str
-    mode: Mode
-    part: str
-    make: Callable[[Step], Run]
-    note: str = ""
-
-    @property
-    def key(self) -> Key:
-        """(name, mode)."""
-        return self.name, self.mode
-
-
-@dataclass(frozen=True)
-class Ways:
-    """Ways of one source, and those it cannot offer with the reason."""
-
-    ways: list[Way] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def __add__(self, other: Ways) -> Ways:
-        return Ways(self.ways + other.ways, {**self.missing, **other.missing})
 
 
 def _workspace(step: Step, inner: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +26,7 @@ def _workspace(step: Step, inner: int) -> tuple[Tensor, Tensor]:
     return pairs.bfloat16(), torch.full_like(step.latent, torch.nan)
 
 
-def ours(weights: Weights, modes: Sequence[Mode]) -> Ways:
+def ours(weights: Weights, modes: Sequence[Mode]) -> Ways[Step]:
     """``verify_kernels.moe``, the experts alone and after its routing."""
     try:
         from verify_kernels.moe import moe_experts, moe_route
@@ -119,7 +81,7 @@ def ours(weights: Weights, modes: Sequence[Mode]) -> Ways:
     made = {EXPERTS: alone, ROUTED: routed}
     return Ways(
         [
-            Way(OURS, mode, part, make(mode == "pdl"))
+            Way(OURS, mode, make(mode == "pdl"), part=part)
             for part, make in made.items()
             for mode in modes
         ]

@@ -20,7 +20,7 @@ from experiments.bench import gates, kda_peers, kda_ways, timing
 from experiments.bench.candidate import OURS, Key, Mode, Point, Timing, reason, spell
 from experiments.bench.core import Settings
 from experiments.bench.kda_data import FOLD, LAYOUTS, KdaData, KdaShape
-from experiments.bench.kda_ways import Way, Ways
+from experiments.bench.ways import Run, Way, Ways
 from verify_kernels.kda import reference
 from verify_kernels.kda.host import DIM, TAPS
 from verify_kernels.kda.reference import KdaRows, KdaState, KdaWeights
@@ -152,8 +152,10 @@ class KdaBench:
         self,
         shape: KdaShape,
         settings: Settings,
-        our_ways: Callable[[str, Sequence[Mode]], Ways] = kda_ways.ours,
-        peer_ways: Callable[[KdaShape, Sequence[Mode]], Ways] = kda_peers.peers,
+        our_ways: Callable[[str, Sequence[Mode]], Ways[KdaData]] = kda_ways.ours,
+        peer_ways: Callable[
+            [KdaShape, Sequence[Mode]], Ways[KdaData]
+        ] = kda_peers.peers,
     ) -> None:
         self.label = shape.label
         self._shape = shape
@@ -161,7 +163,7 @@ class KdaBench:
         self._our_ways = our_ways
         self._peer_ways = peer_ways
 
-    def _second(self, run: kda_ways.Run, data: KdaData, steps: list[Tensor]) -> Tensor:
+    def _second(self, run: Run, data: KdaData, steps: list[Tensor]) -> Tensor:
         """A copy of the output of the second step."""
         data.reset(torch.nan)
         for number, packed in enumerate(steps):
@@ -173,7 +175,7 @@ class KdaBench:
     def _gate(
         self,
         layout: str,
-        ways: Sequence[Way],
+        ways: Sequence[Way[KdaData]],
         data: KdaData,
         steps: list[Tensor],
         truths: tuple[Truth, Truth],
@@ -206,7 +208,7 @@ class KdaBench:
         return found
 
     def _repeatable(
-        self, runs: list[kda_ways.Run], data: KdaData, layout: str, right: Tensor
+        self, runs: list[Run], data: KdaData, layout: str, right: Tensor
     ) -> bool:
         """Launches from the same state, modes in turn, another stream busy."""
         kept = [x.clone() for x in data.changing(layout)]
@@ -222,7 +224,7 @@ class KdaBench:
 
     def _admit(
         self, data: KdaData, steps: list[Tensor], exact: Tensor, missing: dict[str, str]
-    ) -> list[Way]:
+    ) -> list[Way[KdaData]]:
         """Peers that run and are right; the others, with why, go to ``missing``."""
         offer = self._peer_ways(self._shape, self._settings.modes)
         missing.update(offer.missing)
@@ -250,7 +252,7 @@ class KdaBench:
         )
         missing: dict[str, str] = {}
         found: list[Point] = []
-        timed: list[Way] = []
+        timed: list[Way[KdaData]] = []
         for layout in LAYOUTS:
             offer = self._our_ways(layout, settings.modes)
             point = Point(
@@ -290,7 +292,7 @@ class KdaBench:
         return data
 
     def _times(
-        self, ways: Sequence[Way], rows: Tensor, size: int
+        self, ways: Sequence[Way[KdaData]], rows: Tensor, size: int
     ) -> dict[Key, Timing | str]:
         """Over so many copies that the states alone, whatever the layout, do not fit
         the L2."""
@@ -300,7 +302,7 @@ class KdaBench:
             {way.key: way.make(data) for way in ways}, copies, timing.floor_us(size)
         )
 
-    def _key(self, way: Way, point: Point) -> Key | None:
+    def _key(self, way: Way[KdaData], point: Point) -> Key | None:
         """Where a time goes in a point; None if it is of our other layout."""
         if way.name not in LAYOUTS:
             return way.key
@@ -309,7 +311,7 @@ class KdaBench:
     def _enter(
         self,
         point: Point,
-        ways: Sequence[Way],
+        ways: Sequence[Way[KdaData]],
         times: dict[Key, Timing | str],
     ) -> None:
         for way in ways:

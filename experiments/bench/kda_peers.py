@@ -25,7 +25,8 @@ from torch import Tensor
 from experiments.bench import peers as vllm_peers
 from experiments.bench.candidate import Mode
 from experiments.bench.kda_data import KdaData, KdaShape
-from experiments.bench.kda_ways import Run, Way, Ways, new_out
+from experiments.bench.kda_ways import new_out
+from experiments.bench.ways import Run, Way, Ways
 from experiments.byte_model import KDA_LAYERS
 from verify_kernels.kda import KdaVerifyWeights
 from verify_kernels.kda.host import DIM
@@ -368,7 +369,7 @@ def native_problem(shape: KdaShape, ops: Any) -> str:
     return ""
 
 
-def peers(shape: KdaShape, modes: Sequence[Mode]) -> Ways:
+def peers(shape: KdaShape, modes: Sequence[Mode]) -> Ways[KdaData]:
     """Every peer of one step, and why one cannot run it.
 
     Programmatic launch is vLLM's own choice for its convolution and recurrence; its
@@ -386,7 +387,7 @@ def peers(shape: KdaShape, modes: Sequence[Mode]) -> Ways:
                 return True
         return False
 
-    ways: list[Way] = []
+    ways: list[Way[KdaData]] = []
     if not absent(STOCK, *chain, kernels.recurrence):
         note = "f_b's GEMM, convolution, recurrence, gated norm"
         ways += [Way(STOCK, mode, _stock(kernels, mode), note) for mode in modes]

@@ -31,7 +31,8 @@ from experiments.bench.experts_data import (
     Weights,
     chosen,
 )
-from experiments.bench.experts_ways import EXPERTS, PARTS, ROUTED, Run, Way, Ways, ours
+from experiments.bench.experts_ways import EXPERTS, PARTS, ROUTED, ours
+from experiments.bench.ways import Run, Way, Ways
 from tests.experiments.fake_bench import ScriptedTimer, settings, sheet_at
 from verify_kernels.moe import ExpertBank, reference
 
@@ -65,7 +66,7 @@ def nothing(out: Tensor, step: Step, mode: Mode) -> None:
 
 def torch_ways(
     name: str, weights: Weights, modes: Sequence[Mode], edit: Edit = nothing
-) -> list[Way]:
+) -> list[Way[Step]]:
     """Both parts in torch, with something wrong after each run."""
 
     def maker(part: str, mode: Mode) -> Callable[[Step], Run]:
@@ -85,7 +86,7 @@ def torch_ways(
         return make
 
     return [
-        Way(name, mode, part, maker(part, mode), f"{name}'s note")
+        Way(name, mode, maker(part, mode), f"{name}'s note", part)
         for part in PARTS
         for mode in modes
     ]

@@ -16,7 +16,8 @@ from experiments.bench import __main__ as command
 from experiments.bench import kda, kda_peers, kda_targets, report, timing
 from experiments.bench.candidate import Key, Mode, Point, Timing
 from experiments.bench.kda_data import FOLD, LAYOUTS, SNAPSHOT, KdaData, KdaShape
-from experiments.bench.kda_ways import Run, Way, Ways, new_out, ours
+from experiments.bench.kda_ways import new_out, ours
+from experiments.bench.ways import Run, Way, Ways
 from tests.experiments.fake_bench import ScriptedTimer, settings, sheet_at
 from verify_kernels.kda.host import DIM, TAPS
 from verify_kernels.kda.reference import KdaRows, KdaWeights, step
@@ -116,14 +117,14 @@ def then(make: Callable[[KdaData], Run], edit: Callable[[KdaData, Tensor], objec
 
 def own(
     fold: Callable[[KdaData], Run] = folding, snap: Callable[[KdaData], Run] = snapping
-) -> Callable[[str, Sequence[Mode]], Ways]:
+) -> Callable[[str, Sequence[Mode]], Ways[KdaData]]:
     made = {FOLD: fold, SNAPSHOT: snap}
     return lambda layout, modes: Ways([Way(layout, m, made[layout]) for m in modes])
 
 
 def other(
     make: Callable[[KdaData], Run] = snapping,
-) -> Callable[[KdaShape, Sequence[Mode]], Ways]:
+) -> Callable[[KdaShape, Sequence[Mode]], Ways[KdaData]]:
     return lambda shape, modes: Ways(
         [Way("vllm", mode, make, "a note") for mode in modes],
         {"vllm_native": "it is built for 12 heads"},

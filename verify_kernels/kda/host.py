@@ -433,6 +433,35 @@ def kda_verify_snapshots(
     )
 
 
+def by_requests(
+    state: Tensor, ctas: int | None, layout: str, reference: str
+) -> list[Callable[..., None]]:
+    """Launches for steps of 0 to 64 requests on the GPU of ``state`` [slots, H, ...].
+
+    Args:
+        state: as checked.
+        ctas: of every cluster; None for `cluster_size`.
+        layout: of `compiled`.
+        reference: what computes the same on a CPU.
+
+    Raises:
+        ValueError: for a cluster size that is not compiled, or a CPU.
+    """
+    if ctas not in (None, *CLUSTERS):
+        raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
+    device, heads = state.device, state.shape[1]
+    if device.type != "cuda":
+        raise ValueError(
+            f"state is on {device}; the kernel needs a CUDA device: move the tensors "
+            f"there or use {reference}"
+        )
+    fold = layout != "snapshot"
+    return [
+        compiled(device.index, ctas or cluster_size(requests, heads, fold), layout)
+        for requests in range(MAX_ROWS + 1)
+    ]
+
+
 class BoundSnapshots:
     """`kda_verify_snapshots` for weights that stay and caches of one layout.
 
@@ -534,8 +563,6 @@ def bind_snapshots(
             f"state is {tuple(state.shape)} and window {tuple(window.shape)}; they "
             f"must be [slots, H, {DIM}, {DIM}] and [slots, W, 3 H {DIM}]"
         )
-    if ctas not in (None, *CLUSTERS):
-        raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
     arguments = cache_arguments(state, window) + weight_arguments(weights, heads)
     check_all(arguments, state.device, "state")
     columns = min(MAX_WIDTH, window.shape[1] - (TAPS - 2))
@@ -543,14 +570,5 @@ def bind_snapshots(
         raise ValueError(
             f"window is {tuple(window.shape)}; it must have at least {TAPS - 1} entries"
         )
-    device = state.device
-    if device.type != "cuda":
-        raise ValueError(
-            f"state is on {device}; the kernel needs a CUDA device: move the tensors "
-            "there or use verify_kernels.kda.snapshot"
-        )
-    kernels = [
-        compiled(device.index, ctas or cluster_size(requests, heads, False), "snapshot")
-        for requests in range(MAX_ROWS + 1)
-    ]
+    kernels = by_requests(state, ctas, "snapshot", "verify_kernels.kda.snapshot")
     return BoundSnapshots(kernels, weights, columns, pdl)

@@ -21,18 +21,16 @@ from typing import Any
 
 from torch import Tensor
 
-from verify_kernels.batch import MAX_ROWS, MAX_WIDTH
+from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.common.checks import check_all
 from verify_kernels.kda.eager import compiled_commit
 from verify_kernels.kda.host import (
-    CLUSTERS,
     DIM,
     TAPS,
     KdaFoldState,
     KdaVerifyWeights,
+    by_requests,
     cache_arguments,
-    cluster_size,
-    compiled,
     record_arguments,
     weight_arguments,
 )
@@ -164,23 +162,12 @@ def bind_slots(
             f"must be [slots, H, {DIM}, {DIM}] and [slots, W, 3 H {DIM}] with W at "
             f"least {entries}"
         )
-    if ctas not in (None, *CLUSTERS):
-        raise ValueError(f"ctas is {ctas}; it must be one of {CLUSTERS}")
     arguments: list[Any] = [
         *cache_arguments(state, window),
         *record_arguments(cache),
         *weight_arguments(weights, heads),
     ]
     check_all(arguments, state.device, "state")
-    device = state.device
-    if device.type != "cuda":
-        raise ValueError(
-            f"state is on {device}; the kernel needs a CUDA device: move the tensors "
-            "there or use verify_kernels.kda.rolling"
-        )
-    kernels = [
-        compiled(device.index, ctas or cluster_size(requests, heads, True), "slot")
-        for requests in range(MAX_ROWS + 1)
-    ]
-    commit = compiled_commit(device.index, True)
+    kernels = by_requests(state, ctas, "slot", "verify_kernels.kda.rolling")
+    commit = compiled_commit(state.device.index, True)
     return BoundSlots(kernels, commit, weights, pdl)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to run a step whose data are not one product's: KDA's and the experts'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from experiments.bench.candidate import Key, Mode
+
+#: A step and its data.
+Data = TypeVar("Data")
+#: Runs a step with one of its copies of data; the result is the same buffer each time.
+Run = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Way(Generic[Data]):
+    """One way to run a step.
+
+    Attributes:
+        name: ours or the peer's, as its bench spells it.
+        mode: how its kernels are launched.
+        make: prepares it for some data; what it returns may overwrite its last result.
+        note: what a reader should know.
+        part: what of the step it runs, where a bench times parts.
+    """
+
+    name: str
+    mode: Mode
+    make: Callable[[Data], Run]
+    note: str = ""
+    part: str = ""
+
+    @property
+    def key(self) -> Key:
+        """(name, mode)."""
+        return self.name, self.mode
+
+
+@dataclass(frozen=True)
+class Ways(Generic[Data]):
+    """Ways of one source, and those it cannot offer with the reason."""
+
+    ways: list[Way[Data]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def __add__(self, other: Ways[Data]) -> Ways[Data]:
+        return Ways(self.ways + other.ways, {**self.missing, **other.missing})
