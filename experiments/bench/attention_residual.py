@@ -18,6 +18,7 @@ from experiments.bench.core import (
     time_point,
     trace_point,
 )
+from experiments.bench.neighbours import neighbours
 from experiments.byte_model import HIDDEN
 from verify_kernels.attn_res.reference import attn_res as reference
 
@@ -140,7 +141,7 @@ class AttnResBench:
 
         def check(candidate: Candidate) -> dict[str, bool]:
             prepare = prepare_of(candidate)
-            with gates.busy_stream(settings.device) as disturb:
+            with neighbours(settings.device) as disturb:
                 steady = gates.repeatable(
                     prepare, settings.rows, settings.repeats, disturb
                 )

@@ -26,6 +26,7 @@ from experiments.bench.experts_data import (
     Weights,
 )
 from experiments.bench.experts_ways import PARTS
+from experiments.bench.neighbours import neighbours
 from experiments.bench.ways import Run, Way, Ways
 
 OP = "experts"
@@ -111,7 +112,7 @@ class ExpertsBench:
         copies = range(min(step.copies, 2))
         right = [runs[0](copy).clone() for copy in copies]
         wrong = torch.zeros((), dtype=torch.int64, device=step.latent.device)
-        with gates.busy_stream(self._settings.device) as disturb:
+        with neighbours(self._settings.device) as disturb:
             for number in range(self._settings.repeats):
                 if number % 8 == 0:
                     disturb()

@@ -7,8 +7,7 @@ gives a :class:`Job` with fresh inputs and an output full of NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ BF16_STEP = 2.0**-8
 #: Products that one tensor-core instruction adds into the running sum.
 MMA_DEPTH = 16
 _CHUNK_BYTES = 2**29
-_DISTURB_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def repeatable(
     """``count`` launches with M cycling through ``rows`` give the bits of the first.
 
     Each cycle is launched back to back, so programmatic launches overlap as in use;
-    ``disturb`` is called before each and puts work on another stream.
+    ``disturb`` is called before each (`bench.neighbours`).
     """
     expected = [prepare(0, m)() for m in rows]
     wrong = torch.zeros((), dtype=torch.int64, device=expected[0].device)
@@ -76,25 +74,6 @@ def repeatable(
             wrong += (job.result(value) != wanted).sum()
         done += len(jobs)
     return int(wrong) == 0
-
-
-@contextmanager
-def busy_stream(device: torch.device) -> Iterator[Callable[[], object]]:
-    """A function that queues a 64 MiB copy on another stream; nothing on a CPU."""
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    stream = torch.cuda.Stream(device)
-    source = torch.zeros(_DISTURB_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    torch.cuda.synchronize(device)
-
-    def disturb() -> None:
-        with torch.cuda.stream(stream):
-            target.copy_(source)
-
-    yield disturb
-    torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)

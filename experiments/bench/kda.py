@@ -20,6 +20,7 @@ from experiments.bench import gates, kda_peers, kda_ways, timing
 from experiments.bench.candidate import OURS, Key, Mode, Point, Timing, reason, spell
 from experiments.bench.core import Settings
 from experiments.bench.kda_data import FOLD, LAYOUTS, KdaData, KdaShape
+from experiments.bench.neighbours import neighbours
 from experiments.bench.ways import Run, Way, Ways
 from verify_kernels.kda import reference
 from verify_kernels.kda.host import DIM, TAPS
@@ -213,7 +214,7 @@ class KdaBench:
         """Launches from the same state, modes in turn, another stream busy."""
         kept = [x.clone() for x in data.changing(layout)]
         wrong = torch.zeros((), dtype=torch.int64, device=right.device)
-        with gates.busy_stream(self._settings.device) as disturb:
+        with neighbours(self._settings.device) as disturb:
             for number in range(self._settings.repeats):
                 if number % 8 == 0:
                     disturb()

@@ -19,6 +19,7 @@ from experiments.bench.core import (
     time_point,
     trace_point,
 )
+from experiments.bench.neighbours import neighbours
 from experiments.bench.shapes import Projection
 
 #: In the second set of tokens every 512th channel is 64 times the others, as a few
@@ -145,7 +146,7 @@ class ProductBench:
 
         def check(candidate: Candidate) -> dict[str, bool]:
             on_hard = self._prepare(candidate, data.hard_tokens, weights)
-            with gates.busy_stream(settings.device) as disturb:
+            with neighbours(settings.device) as disturb:
                 steady = gates.repeatable(
                     on_hard, settings.rows, settings.repeats, disturb
                 )

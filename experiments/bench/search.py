@@ -24,6 +24,7 @@ from experiments.bench.candidate import (
 )
 from experiments.bench.core import Settings, launches
 from experiments.bench.moe_front import chained
+from experiments.bench.neighbours import neighbours
 from experiments.bench.product import Data, empty, first_rows
 from experiments.bench.shapes import Projection
 from verify_kernels.skinny_gemm.choice import Choice, Outputs
@@ -265,7 +266,7 @@ class Search:
     def _check(self, kernels: Sequence[Candidate]) -> dict[str, bool]:
         found: dict[str, bool] = {}
         count = self._settings.repeats
-        with gates.busy_stream(self._settings.device) as disturb:
+        with neighbours(self._settings.device) as disturb:
             for kernel in kernels:
                 pairs = zip(self._results(kernel), self._expected, strict=True)
                 found[f"same_bits_{kernel.mode}"] = all(

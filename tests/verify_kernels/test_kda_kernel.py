@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.bench.neighbours import neighbours
 from verify_kernels import VerifyBatch
 from verify_kernels.kda import KdaFoldState, KdaVerifyWeights, kda_verify, reference
 from verify_kernels.kda.host import CLUSTERS, DIM, TAPS, cluster_size, packed_width
@@ -397,21 +398,17 @@ def test_a_thousand_repeats_with_another_stream_busy(pdl: bool) -> None:
     expected = run(run_on_gpu(8, False), packed, w, right, batch).clone()
     out = torch.empty_like(expected)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    side = torch.cuda.Stream()
-    noise = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    sink = torch.empty_like(noise)
     cache = clone(start)
-    for i in range(1000):
-        if i % 4 == 0:
-            with torch.cuda.stream(side):
-                torch.mm(noise, noise, out=sink)
-        for f in fields(cache):
-            getattr(cache, f.name).copy_(getattr(start, f.name))
-        out.fill_(torch.nan)
-        kda_verify(packed, w, cache, batch, out, ctas=CLUSTERS[i % 3], pdl=pdl)
-        wrong += (bits(out) != bits(expected)).sum()
-        wrong += (bits(cache.state) != bits(right.state)).sum()
-        wrong += (bits(cache.u) != bits(right.u)).sum()
+    with neighbours() as disturb:
+        for i in range(1000):
+            disturb()
+            for f in fields(cache):
+                getattr(cache, f.name).copy_(getattr(start, f.name))
+            out.fill_(torch.nan)
+            kda_verify(packed, w, cache, batch, out, ctas=CLUSTERS[i % 3], pdl=pdl)
+            wrong += (bits(out) != bits(expected)).sum()
+            wrong += (bits(cache.state) != bits(right.state)).sum()
+            wrong += (bits(cache.u) != bits(right.u)).sum()
     assert int(wrong) == 0
 
 

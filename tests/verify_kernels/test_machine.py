@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.bench.neighbours import STALE
 from tests.verify_kernels.machine import Fault, GlobalMemory, launch, tensor_argument
 from tests.verify_kernels.machine.small import HEAD, run, words
 
@@ -318,3 +319,15 @@ def test_unknown_instructions_are_refused() -> None:
     for code in ("atom.global.add.u32 %r1, [%d0], 1;", "add.rz.f32 %r1, %r1, %r1;"):
         with pytest.raises(ValueError, match=f"`{re.escape(code[:-1])}`: the machine"):
             run(code, [])
+
+
+def test_shared_memory_is_full_of_what_others_left() -> None:
+    """Another word with another seed, so that whoever reads it has other results."""
+    for seed, word in enumerate(STALE):
+        out = words()
+        run(
+            "ld.shared.u32 %d20, [smem+512]; st.global.b64 [%d10], %d20;",
+            [out],
+            seed=seed,
+        )
+        assert (out == word).all()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.bench.neighbours import neighbours
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.dense.reference import situ
 from verify_kernels.moe import ExpertBank, ExpertPlan, layout, moe_experts, reference
@@ -376,18 +377,14 @@ def test_a_thousand_repeats_with_another_stream_busy(shape: Shape, pdl: bool) ->
         cases[m] = (plan, shares, wanted)
     live, out = torch.empty_like(latent), torch.empty_like(latent)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    side = torch.cuda.Stream()
-    noise = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    sink = torch.empty_like(noise)
-    for i in range(1000):
-        if i % 4 == 0:
-            with torch.cuda.stream(side):
-                torch.mm(noise, noise, out=sink)
-        m = sizes[i % len(sizes)]
-        plan, shares, wanted = cases[m]
-        live.fill_(torch.nan)
-        live[:m].copy_(latent[:m])
-        inner.fill_(torch.nan)
-        moe_experts(live[:m], shares, plan, bank, inner, out[:m], pdl=pdl)
-        wrong += (out[:m] != wanted).sum()
+    with neighbours() as disturb:
+        for i in range(1000):
+            disturb()
+            m = sizes[i % len(sizes)]
+            plan, shares, wanted = cases[m]
+            live.fill_(torch.nan)
+            live[:m].copy_(latent[:m])
+            inner.fill_(torch.nan)
+            moe_experts(live[:m], shares, plan, bank, inner, out[:m], pdl=pdl)
+            wrong += (out[:m] != wanted).sum()
     assert int(wrong) == 0

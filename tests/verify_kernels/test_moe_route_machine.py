@@ -55,7 +55,9 @@ def run(
 )
 def test_every_kind_of_row(form: Form, rows: int, kind: str) -> None:
     logits, bias = inputs(*form[:2], rows, kind, seed=rows)
-    route_tests.check(run(logits, bias, form), logits, bias, form[1])
+    # Of this seed shared memory is full of the largest integer.
+    found = run(logits, bias, form, seed=1)
+    route_tests.check(found, logits, bias, form[1])
 
 
 @pytest.mark.parametrize(

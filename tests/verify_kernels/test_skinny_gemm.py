@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.bench.neighbours import neighbours
 from verify_kernels.common.variant import cached, device_arch
 from verify_kernels.skinny_gemm import SkinnyGemm, choice, host, reference
 from verify_kernels.skinny_gemm.direct_tiling import DirectTiling
@@ -268,19 +269,6 @@ def test_every_kernel_gives_the_same_bits(k: int) -> None:
                 assert torch.equal(bits(out), bits(expected[:m])), (cut.name, m, pdl)
 
 
-def keep_busy() -> Callable[[], None]:
-    """A function that queues a matrix product on another stream."""
-    side = torch.cuda.Stream()
-    noise = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    sink = torch.empty_like(noise)
-
-    def disturb() -> None:
-        with torch.cuda.stream(side):
-            torch.mm(noise, noise, out=sink)
-
-    return disturb
-
-
 def wrong_of_repeats(gemm: SkinnyGemm, x: Tensor, w: Tensor, repeats: int) -> int:
     """Outputs with other bits than the first, of ``repeats`` launches, M cycling.
 
@@ -294,15 +282,15 @@ def wrong_of_repeats(gemm: SkinnyGemm, x: Tensor, w: Tensor, repeats: int) -> in
         gemm(x[:m], w, out)
     outs = [torch.empty_like(out) for out in expected]
     wrong = torch.zeros((), dtype=torch.int64, device=x.device)
-    disturb = keep_busy()
-    for _ in range(repeats // len(sizes)):
-        disturb()
-        for out in outs:
-            out.fill_(torch.nan)
-        for m, out in zip(sizes, outs, strict=True):
-            gemm(x[:m], w, out)
-        for out, wanted in zip(outs, expected, strict=True):
-            wrong += (bits(out) != bits(wanted)).sum()
+    with neighbours() as disturb:
+        for _ in range(repeats // len(sizes)):
+            for out in outs:
+                out.fill_(torch.nan)
+            disturb()
+            for m, out in zip(sizes, outs, strict=True):
+                gemm(x[:m], w, out)
+            for out, wanted in zip(outs, expected, strict=True):
+                wrong += (bits(out) != bits(wanted)).sum()
     return int(wrong)
 
 
@@ -471,14 +459,13 @@ def test_launches_without_end_leave_no_peer_behind(rows: int) -> None:
             gemm(x, w, out)
 
     graph = captured(chain)
-    disturb = keep_busy()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for i in range(100):
-        if i % 4 == 0:
+    with neighbours() as disturb:
+        for _ in range(100):
             disturb()
-        outs.fill_(torch.nan)
-        graph.replay()
-        wrong += (bits(outs) != bits(expected)).sum()
+            outs.fill_(torch.nan)
+            graph.replay()
+            wrong += (bits(outs) != bits(expected)).sum()
     assert int(wrong) == 0
 
 

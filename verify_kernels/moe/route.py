@@ -27,12 +27,13 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import put, sigmoid, word
 
-#: Below every key; that of NaN, above all others; above every key, and one more must
-#: not overflow.
-NONE = -(2**31)
-NAN_KEY = 2**31 - 3
-NEVER = 2**31 - 2
 INFINITY_BITS = 0x7F800000
+#: Below every key; that of NaN, above all others.
+NONE = -(2**31)
+NAN_KEY = INFINITY_BITS + 1
+#: No integer is above it, so neither is what other kernels left in shared memory, of
+#: which the tensor cores' NaN, 0x7FFFFFFF, is the largest.
+LARGEST = 2**31 - 1
 #: Experts of a warp and of a group whose largest key is taken.
 SPAN = 128
 GROUP = 32
@@ -369,18 +370,18 @@ class RouteKernel:
             index = first + (lane >> 3)
             at = own + 4 * index
             key = word(at)
-            # Equal keys of a warp before this one come before, of one behind do not.
-            needs = key + cutlass.select_(part < warp, Int32(0), Int32(1))
+            # Keys above this come before; of a warp before this one equal ones too.
+            limit = key - cutlass.select_(part < warp, Int32(1), Int32(0))
             ahead = Int32(0)
             for start in cutlass.range(0, most, CHUNK, unroll=1):
                 chunk = [
                     *ptx.load_shared_128(theirs + 4 * start),
                     *ptx.load_shared_128(theirs + 4 * start, 16),
                 ]
-                # What is past that warp's end is of another row.
-                there = cutlass.select_(start < others, needs, Int32(NEVER))
+                # Past that warp's end is what another row or kernel has left.
+                there = cutlass.select_(start < others, limit, Int32(LARGEST))
                 for other in chunk:
-                    before = cutlass.select_(other >= there, Int32(1), Int32(0))
+                    before = cutlass.select_(other > there, Int32(1), Int32(0))
                     ahead = ahead + before
             # And of this warp's own those before it.
             for start in cutlass.range(0, first + 4, CHUNK, unroll=1):

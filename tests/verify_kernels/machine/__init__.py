@@ -3,8 +3,9 @@
 whom, and in which order things may happen.
 
 A launch is one of many possible ones: its seed sets the pace of every warp, when an
-asynchronous copy lands and how late the data of a load reaches its registers. A kernel
-is right if every seed gives the same bits.
+asynchronous copy lands, how late the data of a load reaches its registers, and what
+earlier kernels left in shared memory. A kernel is right if every seed gives the same
+bits.
 
 Modelled: 32-lane warps that diverge and meet again; CTAs, clusters and their shared
 memory, whose addresses have the CTA's rank from bit 24 on; mbarriers with transaction

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.bench.neighbours import STALE
 from tests.verify_kernels.machine.memory import (
     Array,
     Fault,
@@ -37,6 +38,7 @@ class Schedule:
         loads_at_once: the data of a load comes with the load.
         products_late: a wgmma reads when it is waited for, not when it is issued.
         warpgroups_meet: a wgmma.fence waits for all warps of the warpgroup.
+        stale: the word that earlier kernels left all over shared memory.
     """
 
     def __init__(self, seed: int) -> None:
@@ -49,6 +51,7 @@ class Schedule:
         apart = random.Random(f"wgmma {seed}")
         self.products_late = apart.random() < 0.5
         self.warpgroups_meet = apart.random() < 0.5
+        self.stale = STALE[seed % len(STALE)]
 
     def starved(self, warps: int) -> int:
         """Which warp of each CTA runs only when no other can; -1 for none."""
@@ -104,7 +107,9 @@ class Cta:
     ) -> None:
         self.cluster = cluster
         self.name = name
-        self.shared = SharedMemory(shared_bytes, f"shared memory of {name}", rank)
+        self.shared = SharedMemory(
+            shared_bytes, f"shared memory of {name}", rank, cluster.schedule.stale
+        )
         self.warps: list[Warp] = []
         self.left = False
         self.warpgroups: dict[int, Warpgroup] = {}

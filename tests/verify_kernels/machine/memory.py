@@ -265,18 +265,19 @@ class Barrier:
 
 
 class SharedMemory:
-    """The dynamic shared memory of one CTA.
+    """The dynamic shared memory of one CTA, full of the word ``stale``.
 
     Attributes:
         window: the shared address at which all that the CTA has begins.
         base: the one at which the dynamic part begins; offsets count from there.
     """
 
-    def __init__(self, size: int, name: str, rank: int) -> None:
+    def __init__(self, size: int, name: str, rank: int, stale: int) -> None:
         self.name = name
         self.window = rank << WINDOW_BITS
         self.base = self.window + SHARED_BASE
-        self._data = _views(np.full(-(-size // 16) * 16, 0xFF, np.uint8))
+        words = np.full(-(-size // 16) * 4, stale, np.uint32)
+        self._data = _views(words.view(np.uint8))
         self._size = size
         self._barriers: dict[int, Barrier] = {}
 
