@@ -14,12 +14,20 @@ from torch import Tensor
 from experiments.bench.neighbours import neighbours
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.dense.reference import situ
-from verify_kernels.moe import ExpertBank, ExpertPlan, layout, moe_experts, reference
+from verify_kernels.moe import (
+    ExpertBank,
+    ExpertPlan,
+    HummingBank,
+    layout,
+    moe_experts,
+    reference,
+)
 from verify_kernels.moe.experts import SHAPES, Shape
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
 
+Bank = ExpertBank | HummingBank
 #: Latent rows, weights of the choice, plan, bank, inner, out -> nothing.
-Run = Callable[[Tensor, Tensor, ExpertPlan, ExpertBank, Tensor, Tensor], None]
+Run = Callable[[Tensor, Tensor, ExpertPlan, Any, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,8 @@ class Weights:
     up: Mxfp4
     down: Mxfp4
 
-    def bank(self) -> ExpertBank:
-        return ExpertBank.of(self.gate, self.up, self.down)
+    def bank(self, kind: type[Bank] = ExpertBank) -> Any:
+        return kind.of(self.gate, self.up, self.down)
 
     def expert(self, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, down = (
@@ -113,17 +121,6 @@ def by_torch(
     return out.bfloat16().to(dtype) if dtype == torch.float32 else out
 
 
-def check(
-    run: Run, shape: Shape, rows: int, seed: int, spread: int | None = None
-) -> None:
-    """The error is at most twice that of plain torch; nothing else is written."""
-    weights = experts_of(shape, seed)
-    ids, shares = choice(shape, rows, seed, spread)
-    latent = latent_rows(shape, rows, seed)
-    found = result(run, shape, weights.bank(), latent, ids, shares)
-    check_errors(found, latent, ids, shares, weights)
-
-
 def check_errors(
     found: Tensor, latent: Tensor, ids: Tensor, shares: Tensor, weights: Weights
 ) -> None:
@@ -139,7 +136,7 @@ def check_errors(
 def result(
     run: Run,
     shape: Shape,
-    bank: ExpertBank,
+    bank: Bank,
     latent: Tensor,
     ids: Tensor,
     shares: Tensor,
@@ -167,7 +164,7 @@ def on_gpu(
     latent: Tensor,
     shares: Tensor,
     plan: ExpertPlan,
-    bank: ExpertBank,
+    bank: Bank,
     inner: Tensor,
     out: Tensor,
     *,
@@ -176,11 +173,17 @@ def on_gpu(
     moe_experts(latent, shares, plan, bank, inner, out, pdl=pdl)
 
 
-def moved(bank: ExpertBank, device: str) -> ExpertBank:
-    def there(tiles: layout.Tiles) -> layout.Tiles:
-        return layout.Tiles(tiles.words.to(device), tiles.scales.to(device))
+def changed(bank: Any, change: Callable[[Tensor], Tensor], **other: int) -> Any:
+    """A bank whose tensors are changed, all in one way."""
 
-    return replace(bank, up=there(bank.up), down=there(bank.down))
+    def there(half: Any) -> Any:
+        return type(half)(change(half.words), change(half.scales))
+
+    return replace(bank, up=there(bank.up), down=there(bank.down), **other)
+
+
+def moved(bank: Any, device: str) -> Any:
+    return changed(bank, lambda x: x.to(device))
 
 
 def test_a_tile_unpacks_to_its_weights() -> None:
@@ -306,34 +309,37 @@ def test_bad_input_is_refused(change: dict[str, Any], words: str) -> None:
         moe_experts(**arguments() | change)
 
 
-def some_experts(shape: Shape, seed: int, count: int = 64) -> ExpertBank:
+def some_experts(
+    shape: Shape, seed: int, kind: type[Bank] = ExpertBank, count: int = 64
+) -> Any:
     """A bank on the GPU whose first ``count`` experts differ and then come again: a
     checkpoint of this size would take minutes to draw and pack."""
     latent, inner, experts, _ = shape
-    bank = experts_of((latent, inner, min(count, experts), 0), seed, "cuda").bank()
+    weights = experts_of((latent, inner, min(count, experts), 0), seed, "cuda")
     times = -(-experts // min(count, experts))
-
-    def again(tiles: layout.Tiles) -> layout.Tiles:
-        return layout.Tiles(
-            *(
-                x.repeat(times, *[1] * (x.dim() - 1))[:experts]
-                for x in (tiles.words, tiles.scales)
-            )
-        )
-
-    return replace(bank, up=again(bank.up), down=again(bank.down), experts=experts)
+    told = {"experts": experts} if kind is ExpertBank else {}
+    return changed(
+        weights.bank(kind),
+        lambda x: x.repeat(times, *[1] * (x.dim() - 1))[:experts],
+        **told,
+    )
 
 
-#: One of K3's and a tiny one.
-GPU_SHAPES = [s for s in SHAPES if s[1] in (192, 384) or s[2] == 16]
+#: Two of K3's and two tiny ones, in each layout.
+GPU_CASES = [
+    pytest.param(kind, shape, id=f"{kind.__name__}-{shape}")
+    for kind in (ExpertBank, HummingBank)
+    for shape in kind.SHAPES
+    if shape[1] in (192, 256, 384) or shape[2] == 16
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
-def test_against_torch(shape: Shape) -> None:
+@pytest.mark.parametrize(("kind", "shape"), GPU_CASES)
+def test_against_torch(kind: type[Bank], shape: Shape) -> None:
     count = min(64, shape[2])
     small = experts_of((*shape[:2], count, 0), 5, "cuda")
-    bank = some_experts(shape, 5)
+    bank = some_experts(shape, 5, kind)
     for rows, spread in ((1, None), (2, None), (5, 20), (8, None), (9, 20), (64, None)):
         spread = None if spread is None or spread > shape[2] else spread
         ids, shares = choice(shape, rows, rows, spread)
@@ -343,10 +349,10 @@ def test_against_torch(shape: Shape) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
-def test_rows_do_not_depend_on_batch_mates(shape: Shape) -> None:
+@pytest.mark.parametrize(("kind", "shape"), GPU_CASES)
+def test_rows_do_not_depend_on_batch_mates(kind: type[Bank], shape: Shape) -> None:
     """Field case F40: each row alone and the first M of 64 for every M, bit for bit."""
-    bank = some_experts(shape, 6)
+    bank = some_experts(shape, 6, kind)
     ids, shares = choice(shape, 64, 6, min(shape[2], 40))
     latent, shares = latent_rows(shape, 64, 6).cuda(), shares.cuda()
 
@@ -363,9 +369,11 @@ def test_rows_do_not_depend_on_batch_mates(shape: Shape) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
-def test_a_thousand_repeats_with_another_stream_busy(shape: Shape, pdl: bool) -> None:
-    bank = some_experts(shape, 7)
+@pytest.mark.parametrize(("kind", "shape"), GPU_CASES)
+def test_a_thousand_repeats_with_another_stream_busy(
+    kind: type[Bank], shape: Shape, pdl: bool
+) -> None:
+    bank = some_experts(shape, 7, kind)
     latent = latent_rows(shape, 64, 7).cuda()
     inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,24 +19,52 @@ from tests.verify_kernels import test_moe_experts as tests
 from tests.verify_kernels.machine import GlobalMemory, kernels, launch, tensor_argument
 from verify_kernels.common.variant import Variant
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe import ExpertBank, ExpertPlan
-from verify_kernels.moe.down import ExpertsDownKernel
-from verify_kernels.moe.experts import Shape, _down_arguments, _up_arguments
-from verify_kernels.moe.up import ExpertsUpKernel
+from verify_kernels.moe import ExpertBank, ExpertPlan, HummingBank, down, experts, up
+from verify_kernels.moe.experts import Shape
+from verify_kernels.moe.humming import down as humming_down
+from verify_kernels.moe.humming import host as humming
+from verify_kernels.moe.humming import up as humming_up
 
-#: Two tiles of K for eight warps; K3's cut of K over the warps, and of I in steps.
+#: One or two tiles of K for each of eight warps, or none; K3's cut of K over the warps;
+#: several steps of I.
 TINY = (128, 128, 16, 4)
 WIDE = (3584, 64, 16, 4)
 STEPS = (128, 384, 16, 4)
-CTAS = 3
+
+
+@dataclass(frozen=True)
+class Half:
+    """How a half is made and launched: clusters of some CTAs, whose number is given or
+    follows from the latent columns that one owns."""
+
+    kernel: Callable[..., Any]
+    arguments: Callable[..., Any]
+    ctas: int
+    clusters: int = 0
+    columns: int = 0
+
+    def grid(self, latent: int) -> int:
+        return self.ctas * (self.clusters or latent // self.columns)
+
+
+HALVES = {
+    ExpertBank: (
+        Half(up.ExpertsUpKernel, experts._up_arguments, 1, clusters=3),
+        Half(down.ExpertsDownKernel, experts._down_arguments, 1, columns=16),
+    ),
+    HummingBank: (
+        Half(humming_up.ExpertsUpKernel, humming._up_arguments, 2, clusters=3),
+        Half(humming_down.ExpertsDownKernel, humming._down_arguments, 2, columns=64),
+    ),
+}
+KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.__name__)
 
 
 @functools.cache
-def half(shape: Shape, down: bool) -> tuple[Any, str]:
+def compiled(half: Half, shape: Shape) -> tuple[Any, str]:
     """A half's kernel and PTX."""
-    kernel = ExpertsDownKernel(*shape) if down else ExpertsUpKernel(*shape)
-    arguments = _down_arguments if down else _up_arguments
-    made = functools.partial(arguments, *shape)
+    kernel = half.kernel(*shape)
+    made = functools.partial(half.arguments, *shape)
     return kernel, kernels.ptx_of(Variant("moe", "half", kernel, made))
 
 
@@ -43,7 +73,7 @@ def run(
     latent: Tensor,
     shares: Tensor,
     plan: ExpertPlan,
-    bank: ExpertBank,
+    bank: tests.Bank,
     inner: Tensor,
     out: Tensor,
     *,
@@ -65,10 +95,10 @@ def run(
         "out": (out, rows, out.stride()[:1]),
     }
     numbers = [np.float32(x).tobytes() for x in (SITU_BETA, SITU_LINEAR_BETA)]
-    for (kernel, ptx), tensors, rest, grid in (
-        (half(shape, False), first, numbers, CTAS),
-        (half(shape, True), second, [], shape[0] // 16),
+    for half, tensors, rest in zip(
+        HALVES[type(bank)], (first, second), (numbers, []), strict=True
     ):
+        kernel, ptx = compiled(half, shape)
         memory = GlobalMemory()
         parameters = []
         for name in kernel.parameters:
@@ -80,9 +110,9 @@ def run(
             ptx,
             memory,
             parameters + rest,
-            grid=(grid, 1, 1),
+            grid=(half.grid(shape[0]), 1, 1),
             block=(256, 1, 1),
-            cluster=(1, 1, 1),
+            cluster=(half.ctas, 1, 1),
             shared_bytes=kernel.shared_bytes,
             seed=seed,
             races=True,
@@ -94,13 +124,22 @@ def run(
     [(TINY, 1, None), (TINY, 9, 5), (TINY, 33, 8), (WIDE, 2, None), (STEPS, 3, None)],
     ids=str,
 )
-def test_rows_are_right(shape: Shape, rows: int, spread: int | None) -> None:
+@KINDS
+def test_rows_are_right(
+    kind: type[tests.Bank], shape: Shape, rows: int, spread: int | None
+) -> None:
     """Nine rows of five experts: more than eight pairs of one."""
-    tests.check(functools.partial(run, shape), shape, rows, rows, spread)
+    weights = tests.experts_of(shape, rows)
+    ids, shares = tests.choice(shape, rows, rows, spread)
+    latent = tests.latent_rows(shape, rows, rows)
+    one = functools.partial(run, shape)
+    found = tests.result(one, shape, weights.bank(kind), latent, ids, shares)
+    tests.check_errors(found, latent, ids, shares, weights)
 
 
-def test_rows_schedules_and_padding_have_the_same_bits() -> None:
-    bank = tests.experts_of(TINY, 1).bank()
+@KINDS
+def test_rows_schedules_and_padding_have_the_same_bits(kind: type[tests.Bank]) -> None:
+    bank = tests.experts_of(TINY, 1).bank(kind)
     ids, shares = tests.choice(TINY, 12, 1, 6)
     latent = tests.latent_rows(TINY, 12, 1)
 
@@ -112,7 +151,8 @@ def test_rows_schedules_and_padding_have_the_same_bits() -> None:
         return tests.result(one, TINY, bank, *rows)
 
     whole = part(list(range(12)))
-    assert torch.equal(part(list(range(12)), seed=1), whole)
+    for seed in (1, 2):
+        assert torch.equal(part(list(range(12)), seed=seed), whole)
     for pick in ([0], [11], [3, 7, 5]):
         assert torch.equal(part(pick), whole[pick]), pick
     padded = part([4, 2, 8, 9], padding=2)

@@ -106,21 +106,23 @@ def load_global_128(address, offset=0, *, loc=None, ip=None):
     return _load("global", 4, Int32, Int64(address), offset, loc, ip)
 
 
-def _load_if(space, address, live, offset, old, loc, ip):
+def _load_if(space, address, live, offset, old, loc, ip, count=4):
     i32 = T.i32()
+    places = ",".join(f"${i}" for i in range(count))
+    kind, places = (f"v{count}.b32", f"{{{places}}}") if count > 1 else ("b32", places)
     out = asm(
-        llvm.StructType.get_literal([i32] * 4),
+        llvm.StructType.get_literal([i32] * count) if count > 1 else i32,
         [v.ir_value(loc=loc, ip=ip) for v in (address, live, *old)],
-        "{.reg .pred p; setp.ne.s32 p, $5, 0; "
-        f"@p ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];}}",
-        f"=r,=r,=r,=r,{'l' if isinstance(address, Int64) else 'r'},r"
-        + (",0,1,2,3" if old else ""),
+        f"{{.reg .pred p; setp.ne.s32 p, ${count + 1}, 0; "
+        f"@p ld.{space}.{kind} {places}, [${count}+{offset}];}}",
+        f"{'=r,' * count}{'l' if isinstance(address, Int64) else 'r'},r"
+        + "".join(f",{i}" for i in range(count) if old),
         effects=True,
         clobber=True,
         loc=loc,
         ip=ip,
     )
-    return _values(out, 4, i32, Int32, loc, ip)
+    return _values(out, count, i32, Int32, loc, ip) if count > 1 else (Int32(out),)
 
 
 @dsl_user_op
@@ -135,6 +137,20 @@ def load_global_128_if(address, live, offset=0, old=(), hint="", *, loc=None, ip
     load stays ahead of ``griddepcontrol.wait`` (SASS). Clobber.
     """
     return _load_if(f"global{hint}", Int64(address), Int32(live), offset, old, loc, ip)
+
+
+@dsl_user_op
+def load_global_64_if(address, live, offset=0, old=(), hint="", *, loc=None, ip=None):
+    """8 bytes, two Int32; else as `load_global_128_if`. Clobber."""
+    space = f"global{hint}"
+    return _load_if(space, Int64(address), Int32(live), offset, old, loc, ip, 2)
+
+
+@dsl_user_op
+def load_global_32_if(address, live, offset=0, old=(), hint="", *, loc=None, ip=None):
+    """4 bytes, one Int32; else as `load_global_128_if`. Clobber."""
+    space = f"global{hint}"
+    return _load_if(space, Int64(address), Int32(live), offset, old, loc, ip, 1)
 
 
 @dsl_user_op
@@ -363,6 +379,27 @@ def arrive_remote_after(barrier, rank, data, zero, *, loc=None, ip=None):
         "mapa.shared::cluster.u32 r, t, $1; "
         "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [r];}",
         "r,r,r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def arrive_remote_expecting(barrier, rank, size, *, loc=None, ip=None):
+    """Arrives on the same barrier of CTA ``rank`` and tells it of ``size`` bytes more,
+    of this CTA's remote stores. Clobber."""
+    asm(
+        None,
+        [
+            Int32(barrier).ir_value(loc=loc, ip=ip),
+            Int32(rank).ir_value(loc=loc, ip=ip),
+            Int32(size).ir_value(loc=loc, ip=ip),
+        ],
+        "{.reg .b32 r; mapa.shared::cluster.u32 r, $0, $1; "
+        "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [r], $2;}",
+        "r,r,r",
         effects=True,
         clobber=True,
         loc=loc,

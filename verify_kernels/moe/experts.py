@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.checks import Argument, check_all
 from verify_kernels.common.variant import Variant, cached, device_arch, fake
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe.host import ExpertPlan, fake_plan
+from verify_kernels.moe.host import ExpertPlan, fake_plan, multiprocessors
+from verify_kernels.moe.humming import host as humming
+from verify_kernels.moe.humming.host import HummingBank
 from verify_kernels.moe.layout import (
     COLUMNS,
     CTAS_PER_SM,
@@ -46,6 +48,8 @@ class ExpertBank:
         down: [E, L, I].
         latent, inner, experts: L, I and E.
     """
+
+    SHAPES: ClassVar[tuple[Shape, ...]] = SHAPES
 
     up: Tiles
     down: Tiles
@@ -86,6 +90,17 @@ class ExpertBank:
     def bytes(self) -> int:
         """Of all weights and scales."""
         return self.up.bytes() + self.down.bytes()
+
+    @staticmethod
+    def variant_name(half: str, shape: Shape) -> str:
+        """Name of a half, "up" or "down"; says all that its kernel is made from."""
+        latent, inner, experts, top_k = shape
+        return f"{half}_l{latent}_i{inner}_e{experts}_k{top_k}"
+
+    @staticmethod
+    def grid(device: int) -> int:
+        """CTAs of the first half: as many as fit a GPU."""
+        return CTAS_PER_SM * multiprocessors(device)
 
 
 def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
@@ -131,14 +146,8 @@ def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequen
     )
 
 
-def variant_name(half: str, shape: Shape) -> str:
-    """Name of a half, "up" or "down"; says all that its kernel is made from."""
-    latent, inner, experts, top_k = shape
-    return f"{half}_l{latent}_i{inner}_e{experts}_k{top_k}"
-
-
 def variants() -> list[Variant]:
-    """Both halves for every shape in `SHAPES`."""
+    """Both halves for every shape in `SHAPES`, and those for Humming's layout."""
     from verify_kernels.moe.down import ExpertsDownKernel
     from verify_kernels.moe.up import ExpertsUpKernel
 
@@ -146,10 +155,10 @@ def variants() -> list[Variant]:
         ("up", ExpertsUpKernel, _up_arguments),
         ("down", ExpertsDownKernel, _down_arguments),
     )
-    return [
+    own = [
         Variant(
             op="moe",
-            name=variant_name(half, shape),
+            name=ExpertBank.variant_name(half, shape),
             kernel=kernel(*shape),
             arguments=functools.partial(arguments, *shape),
             max_registers=128,
@@ -158,6 +167,7 @@ def variants() -> list[Variant]:
         for shape in SHAPES
         for half, kernel, arguments in halves
     ]
+    return [*own, *humming.variants()]
 
 
 @functools.cache
@@ -166,18 +176,11 @@ def _compiled(device: int, name: str) -> Callable[..., None]:
     return cached(variant, device_arch(device))
 
 
-@functools.cache
-def _ctas(device: int) -> int:
-    """Of the first half: as many as fit a GPU."""
-    properties = torch.cuda.get_device_properties(device)
-    return CTAS_PER_SM * int(properties.multi_processor_count)
-
-
 def moe_experts(
     latent: Tensor,
     shares: Tensor,
     plan: ExpertPlan,
-    bank: ExpertBank,
+    bank: ExpertBank | HummingBank,
     inner: Tensor,
     out: Tensor | None = None,
     *,
@@ -197,7 +200,8 @@ def moe_experts(
         latent: bf16 [M, L], M = 0 .. 64; rows may lie apart, at multiples of 16 bytes.
         shares: fp32 [M, K], the weights that `moe_route` gave.
         plan: of the same rows. Rows without an expert give 0.
-        bank: static.
+        bank: static; in a layout of ours, or where a Humming layer of vLLM's holds it
+            (the two differ in the order of sums along K, so in bits).
         inner: bf16 [64 K, I], workspace; its rows are those of the pairs.
         out: bf16 [M, L], rows may lie apart, or None to allocate it. No output may
             share memory with another argument.
@@ -225,7 +229,7 @@ def moe_experts(
         )
     top_k = shares.shape[-1] if shares.ndim == 2 else 0
     shape = (bank.latent, bank.inner, bank.experts, top_k)
-    if shape not in SHAPES:
+    if shape not in bank.SHAPES:
         raise ValueError(
             f"{top_k} of {bank.experts} experts of {bank.latent} x {bank.inner}: no "
             "kernel is compiled for them; SHAPES lists those that are, and "
@@ -256,7 +260,7 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    _compiled(device.index, variant_name("up", shape))(
+    _compiled(device.index, bank.variant_name("up", shape))(
         latent,
         bank.up.words,
         bank.up.scales,
@@ -264,10 +268,10 @@ def moe_experts(
         inner,
         beta,
         linear_beta,
-        _ctas(device.index),
+        bank.grid(device.index),
         int(pdl),
     )
-    _compiled(device.index, variant_name("down", shape))(
+    _compiled(device.index, bank.variant_name("down", shape))(
         inner, bank.down.words, bank.down.scales, shares, *needed, out, int(pdl)
     )
     return out

@@ -81,6 +81,12 @@ def fake_plan(num_experts: int, top_k: int) -> list[Any]:
     return [fake(cutlass.Int32, (size,), 0, 16) for size in sizes]
 
 
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """SMs of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def variant_name(num_experts: int, top_k: int, ctas: int, slots: int) -> str:
     """Name of a form; says all that its kernel is made from."""
     return f"route_e{num_experts}_k{top_k}_c{ctas}_s{slots}"

@@ -370,20 +370,24 @@ def _arrive(decoder: Decoder, ins: Instruction, parts: list[str]) -> Execute:
             cta, place = _locate(warp, _number(warp, address[0], lane) + address[1])
             order = warp.cta.cluster.order
             carried = None if order is None else order.leave_relaxed(warp, int(lane))
+            announced = _number(warp, extra, lane) if expect else 0
 
             def land(
-                cta: Any = cta, place: int = place, carried: Array | None = carried
+                cta: Any = cta,
+                place: int = place,
+                carried: Array | None = carried,
+                announced: int = announced,
             ) -> None:
                 barrier = cta.shared.barrier(place)
                 if carried is not None:
                     warp.cta.cluster.order.arrive_with(carried, barrier)
-                barrier.arrive()
+                barrier.arrive(announced=announced)
 
             warp.cta.cluster.send(cta, land, ins.text)
 
     if "shared::cluster" not in parts:
         return local
-    if expect or extra >= 0 or "relaxed" not in parts:
+    if (extra >= 0 and not expect) or "relaxed" not in parts:
         raise decoder.refuse("the machine does not know this remote arrival")
     return remote
 

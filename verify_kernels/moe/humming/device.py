@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both kernels share on the device: blocks of weights, their scales, products."""
+
+from cutlass import Float32
+
+from verify_kernels.common import ptx
+from verify_kernels.moe.device import STREAM
+
+#: Sign and magnitude of two numbers in their places in a bf16, as signed words.
+SIGNS = 0x80008000 - 2**32
+MAGNITUDES = 0x01C001C0
+#: 126 in each byte: the exponent of 2^126 and a scale is their bytes' sum.
+SHIFTS = 0x7E7E7E7E
+TILES = 4
+
+
+def request(held, slot, at, offset, live, old):
+    """A lane's four words of a block, at an address plus a constant, where ``live`` is
+    not 0, into the place of the ``old`` ones, which have been used."""
+    loaded = ptx.load_global_128_if(at, live, offset, old, STREAM)
+    for i in range(4):
+        held[4 * slot + i] = loaded[i]
+
+
+def request_scales(exponents, slot, at, offset, live, old):
+    """A lane's eight scales of a group, at an address plus a constant, as `request`."""
+    loaded = ptx.load_global_64_if(at, live, offset, old)
+    for i in range(2):
+        exponents[2 * slot + i] = loaded[i]
+
+
+def words_of(held, count, index):
+    """The ``index``-th ``count`` words of some."""
+    return [held[count * index + i] for i in range(count)]
+
+
+def factors(exponents, group):
+    """2^126 and a group's scales as bf16 pairs: of each tile's row g and row g + 8."""
+    found = []
+    for j in range(2):
+        word = exponents[2 * group + j] + SHIFTS
+        # An exponent stands at bit 7 of a bf16.
+        bytes_of = [(word >> (8 * i)) & 0xFF for i in range(4)]
+        found += [byte * 0x00800080 for byte in bytes_of]
+    return [(found[2 * j], found[2 * j + 1]) for j in range(TILES)]
+
+
+def weights_of(word, low, high):
+    """The A registers of one mma: four pairs of bf16 weights of a word's eight."""
+    pairs = (
+        ((word << 12) & SIGNS) | ((word << 6) & MAGNITUDES),
+        ((word << 4) & SIGNS) | ((word >> 2) & MAGNITUDES),
+        ((word << 8) & SIGNS) | ((word << 2) & MAGNITUDES),
+        (word & SIGNS) | ((word >> 6) & MAGNITUDES),
+    )
+    return [
+        ptx.mul_bf16x2(pair, factor)
+        for pair, factor in zip(pairs, (low, high, low, high), strict=True)
+    ]
+
+
+def product(acc, words, tokens, scales):
+    """Adds a block times 16 columns of 8 tokens to the sums of its four tiles."""
+    return [
+        ptx.mma_16816(weights_of(word, *pair), tokens, sums)
+        for word, pair, sums in zip(words, scales, acc, strict=True)
+    ]
+
+
+def no_sums():
+    return [(Float32(0.0),) * 4 for _ in range(TILES)]
