@@ -13,14 +13,26 @@ KEY = "dspark_k3"
 Side = Literal["ours", "stock"]
 #: What the K3 executor can run either way, by sublayer. kda_core is the part of kda
 #: between its projections: decay projection, convolution, recurrence and gated norm;
-#: moe_route the part of moe that chooses experts.
-OPS = ("attn_res", "kda", "kda_core", "mla", "moe", "moe_route", "dense", "lm_head")
+#: moe_route the part of moe that chooses experts, moe_experts the one that runs them.
+OPS = (
+    "attn_res",
+    "kda",
+    "kda_core",
+    "mla",
+    "moe",
+    "moe_route",
+    "moe_experts",
+    "dense",
+    "lm_head",
+)
 #: Ops that are parts of others.
-PARTS = {"kda_core": "kda", "moe_route": "moe"}
-#: Only ours if asked for. moe_route: with 896 experts an engine of K3's widths died at
-#: steps of 8 rows, an illegal instruction not explained yet (H200, 2026-11-30); with 16
-#: experts it ran in every engine of the suite.
-ASKED = ("moe_route",)
+PARTS = {"kda_core": "kda", "moe_route": "moe", "moe_experts": "moe"}
+#: Ops that take what only another of ours gives.
+NEEDS = {"moe_experts": "moe_route"}
+#: Only ours if asked for. moe_route with 896 experts ended engines of K3's widths at
+#: steps of 8 rows (H200, 2026-11-30) and has not run there since it was mended;
+#: moe_experts has not run on a GPU.
+ASKED = ("moe_route", "moe_experts")
 SIDES = ("ours", "stock")
 Layout = Literal["snapshot", "fold"]
 #: How a request's recurrent states are kept (`dspark_k3.target.slots`).
@@ -43,7 +55,8 @@ class Settings:
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
             which of them a difference comes from; what is not named is ours, but for
-            `ASKED`. A stock kda has a stock kda_core, a stock moe a stock moe_route.
+            `ASKED`. A stock kda has a stock kda_core, a stock moe has stock parts; our
+            moe_experts needs our moe_route.
         kda_layout: with ``target``, how KDA's states are kept while drafts are
             verified: "snapshot", vLLM's way, the state after each of 1 + drafts rows in
             a slot of its own; "fold", one slot a request, the state of what was
@@ -134,4 +147,11 @@ def _read_ops(given: Any) -> Mapping[str, Side]:
                 f"'stock': take {part} out, or set {whole} to 'ours'"
             )
         given = {**given, part: "stock"}
-    return MappingProxyType({**_defaults(), **given})
+    ops = {**_defaults(), **given}
+    for op, needed in NEEDS.items():
+        if ops[op] == "ours" and ops[needed] != "ours":
+            raise ValueError(
+                f"{where} sets {op} to 'ours', which needs {needed}: set {needed} to "
+                f"'ours' too, or take {op} out"
+            )
+    return MappingProxyType(ops)

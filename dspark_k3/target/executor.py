@@ -80,7 +80,11 @@ class Layer:
             "kda" if kda else "mla", ours, layer.self_attn, settings
         )
         moe = layer.is_moe_layer
-        routed = functools.partial(Moe, route=settings.ours("moe_route"))
+        routed = functools.partial(
+            Moe,
+            route=settings.ours("moe_route"),
+            experts=settings.ours("moe_experts"),
+        )
         self.mlp = _sublayer(
             "moe" if moe else "dense", routed if moe else Dense, layer.mlp, settings
         )

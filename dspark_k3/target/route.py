@@ -2,8 +2,7 @@
 """Which experts a row takes, by our launch in place of vLLM's router.
 
 vLLM's own kernel for K3's one group of 896 experts takes 10 µs at one row and 16 at
-eight beside other work (a TP 16 share, H200, 2026-11-30). Ours has not been timed
-beside it.
+eight beside other work (a TP 16 share, H200, 2026-11-30).
 """
 
 from __future__ import annotations
@@ -52,6 +51,11 @@ class Route:
         self._weights = self._bias.new_empty(shape)
         self._ids = self._bias.new_empty(shape, dtype=torch.int32)
         self._pdl = pdl
+
+    @property
+    def plan(self) -> ExpertPlan:
+        """Which experts the rows of the last call need; overwritten by the next."""
+        return self._plan
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights fp32 and ids int32 [M, K] of logits fp32 [M, E], until the next

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.models.common.ops import fused_q_kv_rmsnorm
 from vllm.models.kimi_k3.nvidia.mla import _gate_sigmoid_mul
 
+from dspark_k3.target.experts import Experts
 from dspark_k3.target.route import Route
 from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
@@ -231,16 +232,19 @@ class Dense:
 
 
 class Moe:
-    """Latent MoE: our projections and routing around vLLM's routed experts.
+    """Latent MoE: our projections, and around vLLM's or our routed experts our routing.
 
     Router and routing run on the main stream; the latent down-projection and then the
     shared expert beside them on vLLM's side stream: routing leaves the memory idle.
 
     Args:
         route: the routing is ours, not vLLM's.
+        experts: with ``route``, the routed experts are ours too.
     """
 
-    def __init__(self, module: nn.Module, *, pdl: bool, route: bool) -> None:
+    def __init__(
+        self, module: nn.Module, *, pdl: bool, route: bool, experts: bool = False
+    ) -> None:
         runner, shared = module.experts, module.shared_experts
         if (
             runner.do_naive_dispatch_combine
@@ -265,6 +269,9 @@ class Moe:
         if route:
             index_dtype = runner.routed_experts.quant_method.topk_indices_dtype
             self._route = Route(runner.router, index_dtype, pdl=pdl)
+        self._experts: Experts | None = None
+        if experts:
+            self._experts = Experts(runner.routed_experts, pdl=pdl)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         self._side.begin()
@@ -285,6 +292,11 @@ class Moe:
 
         ``latent`` may still be under way: waits for it before anything reads it.
         """
+        if self._experts is not None:
+            assert self._route is not None
+            weights, _ = self._route(logits)
+            self._side.wait_for_mark()
+            return self._experts(latent, weights, self._route.plan)
         runner = self._runner
         experts = runner.routed_experts
         experts._ensure_moe_quant_config_init()

@@ -24,17 +24,21 @@ import torch
 from torch import Tensor
 
 from experiments.bench import peers as vllm_peers
-from experiments.bench.candidate import reason
+from experiments.bench.candidate import MODES, reason
 from experiments.bench.experts_data import ExpertsShape, Step, Weights
-from experiments.bench.experts_ways import EXPERTS, ROUTED
+from experiments.bench.experts_ways import EXPERTS, ROUTED, ways_of
 from experiments.bench.ways import Run, Way, Ways
 from experiments.byte_model import MIN_EXPERT_SHARD
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
+from verify_kernels.moe import HummingBank
 from verify_kernels.moe.mxfp4 import Mxfp4
 
 HUMMING, MARLIN = "humming", "marlin"
 #: vLLM's ``--moe-backend``; Humming is what it chooses itself on Hopper.
 BACKENDS = (HUMMING, MARLIN)
+#: Our kernels over the weights that the Humming layer holds.
+THERE = "ours_on_humming"
+THERE_NOTE = "our kernels, the weights where vLLM's Humming layer holds them"
 _MODULES = (
     "vllm.config",
     "vllm.distributed.parallel_state",
@@ -59,6 +63,9 @@ class Layer(Protocol):
 
     def experts(self, latent: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
         """The weighted sum, bf16 [M, L]."""
+
+    def bank(self) -> HummingBank:
+        """Its weights for our kernels, if it is Humming's."""
 
 
 def preload() -> None:
@@ -199,6 +206,7 @@ class VllmLayer:
         self._runner, self._layer = runner, layer
         self._ids = method.topk_indices_dtype
         padded = f" of {built} rows for {shape.inner}" if built != shape.inner else ""
+        self._width = built
         named = getattr(method.experts_cls, "__name__", str(method.experts_cls))
         self.note = f"vLLM's {named}{padded}, with its alignment, SiTU and sum"
 
@@ -227,6 +235,18 @@ class VllmLayer:
             )
         return out[..., : latent.shape[1]]
 
+    def bank(self) -> HummingBank:
+        """See `Layer`; ValueError if they are not as Humming holds them."""
+        layer = self._layer
+        return HummingBank.of_layer(
+            layer.w13_weight.data,
+            layer.w13_weight_scale.data,
+            layer.w2_weight.data,
+            layer.w2_weight_scale.data,
+            layer.hidden_size,
+            self._width,
+        )
+
 
 def alone(layer: Layer, step: Step) -> Run:
     """The experts, given ids and shares."""
@@ -250,7 +270,7 @@ def peers(
     build: Callable[..., Layer] = VllmLayer,
     backends: Sequence[str] = BACKENDS,
 ) -> Ways[Step]:
-    """Every peer, and why one cannot be built.
+    """Every peer, and ours over Humming's weights; and why one cannot be built.
 
     Args:
         shape: the rank's share.
@@ -271,6 +291,11 @@ def peers(
             for part, make in ((EXPERTS, alone), (ROUTED, routed)):
                 way = partial(make, layer)
                 found.ways.append(Way(backend, "plain", way, layer.note, part))
+            if backend == HUMMING:
+                try:
+                    found.ways.extend(ways_of(layer.bank(), THERE, MODES, THERE_NOTE))
+                except Exception as error:
+                    found.missing[THERE] = reason(error)
         # What was built in vain or repacked is gone before the next is built.
         gc.collect()
         torch.cuda.empty_cache()

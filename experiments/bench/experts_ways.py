@@ -12,7 +12,7 @@ from experiments.bench.candidate import OURS, Mode, reason
 from experiments.bench.experts_data import Step, Weights
 from experiments.bench.ways import Run, Way, Ways
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.moe import ExpertPlan
+from verify_kernels.moe import ExpertBank, ExpertPlan, HummingBank
 
 #: What is timed: the experts, ids and shares being there, or routing before them.
 EXPERTS, ROUTED = "experts", "route+experts"
@@ -29,10 +29,16 @@ def _workspace(step: Step, inner: int) -> tuple[Tensor, Tensor]:
 def ours(weights: Weights, modes: Sequence[Mode]) -> Ways[Step]:
     """``verify_kernels.moe``, the experts alone and after its routing."""
     try:
-        from verify_kernels.moe import moe_experts, moe_route
+        return Ways(ways_of(weights.bank, OURS, modes))
     except ImportError as error:
         return Ways(missing={OURS: reason(error)})
-    bank = weights.bank
+
+
+def ways_of(
+    bank: ExpertBank | HummingBank, name: str, modes: Sequence[Mode], note: str = ""
+) -> list[Way[Step]]:
+    """Our kernels over a bank, the experts alone and after our routing."""
+    from verify_kernels.moe import moe_experts, moe_route
 
     def alone(pdl: bool) -> Callable[[Step], Run]:
         def make(step: Step) -> Run:
@@ -79,10 +85,8 @@ def ours(weights: Weights, modes: Sequence[Mode]) -> Ways[Step]:
         return make
 
     made = {EXPERTS: alone, ROUTED: routed}
-    return Ways(
-        [
-            Way(OURS, mode, make(mode == "pdl"), part=part)
-            for part, make in made.items()
-            for mode in modes
-        ]
-    )
+    return [
+        Way(name, mode, make(mode == "pdl"), note, part)
+        for part, make in made.items()
+        for mode in modes
+    ]

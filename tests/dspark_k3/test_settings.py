@@ -11,7 +11,7 @@ def test_defaults(config: Any) -> None:
     read = settings.read(config)
     assert read == settings.Settings(check_draft=True, target=False, pdl=True)
     stock = [op for op in settings.OPS if not read.ours(op)]
-    assert stock == list(settings.ASKED) == ["moe_route"]
+    assert stock == list(settings.ASKED) == ["moe_route", "moe_experts"]
 
 
 def test_a_setting_is_read() -> None:
@@ -22,8 +22,9 @@ def test_a_setting_is_read() -> None:
 def test_an_op_is_set_to_stock_and_the_others_stay_ours() -> None:
     given: Any = {"dspark_k3": {"target": True, "ops": {"moe": "stock"}}}
     read = settings.read(given)
-    assert [op for op in settings.OPS if not read.ours(op)] == ["moe", "moe_route"]
-    given["dspark_k3"]["ops"] = {"moe_route": "ours"}
+    stock = [op for op in settings.OPS if not read.ours(op)]
+    assert stock == ["moe", "moe_route", "moe_experts"]
+    given["dspark_k3"]["ops"] = {"moe_route": "ours", "moe_experts": "ours"}
     assert all(settings.read(given).ours(op) for op in settings.OPS)
 
 
@@ -59,6 +60,10 @@ def test_a_layout_is_read() -> None:
         (
             {"target": True, "ops": {"moe": "stock", "moe_route": "ours"}},
             "sets moe_route to 'ours' and moe, which it is a part of, to 'stock'",
+        ),
+        (
+            {"target": True, "ops": {"moe_experts": "ours"}},
+            "sets moe_experts to 'ours', which needs moe_route: set moe_route to 'o",
         ),
         ({"ops": {"moe": "stock"}}, "sets ops without target"),
         ({"kda_layout": "fold"}, "sets kda_layout without target; add"),

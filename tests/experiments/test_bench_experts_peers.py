@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from experiments.bench import experts_peers
+from experiments.bench.candidate import MODES
 from experiments.bench.experts_data import INDEPENDENT, ExpertsShape, Step, Weights
 from experiments.bench.experts_ways import EXPERTS, ROUTED
+from verify_kernels.moe import HummingBank
 
 CPU = torch.device("cpu")
 SHAPE = ExpertsShape(16, 128, 64, 16, 4)
@@ -202,11 +204,34 @@ def test_a_peer_runs_once_before_any_is_timed(fake: FakeVllm) -> None:
                 raise RuntimeError("no kernel image")
             return super().experts(latent, shares, ids)
 
+        def bank(self) -> HummingBank:
+            return HummingBank.of(weights.gate, weights.up, weights.down)
+
     offer = experts_peers.peers(SHAPE, weights, warm, Layer)
     assert offer.missing == {"marlin": "RuntimeError: no kernel image"}
     assert [(w.name, w.mode, w.part) for w in offer.ways] == [
         ("humming", "plain", EXPERTS),
         ("humming", "plain", ROUTED),
+        *(
+            (experts_peers.THERE, mode, part)
+            for part in (EXPERTS, ROUTED)
+            for mode in MODES
+        ),
     ]
     assert seen == [8, 8]
     assert torch.equal(offer.ways[0].make(warm)(0), warm.latent)
+
+
+def test_a_layer_whose_weights_ours_cannot_read_is_a_peer_all_the_same(
+    fake: FakeVllm,
+) -> None:
+    weights = Weights.draw(SHAPE, CPU)
+    warm = Step.draw(SHAPE, INDEPENDENT, 8, 1, CPU)
+
+    class Layer(experts_peers.VllmLayer):
+        def bank(self) -> HummingBank:
+            raise ValueError("in another order")
+
+    offer = experts_peers.peers(SHAPE, weights, warm, Layer, ["humming"])
+    assert offer.missing == {experts_peers.THERE: "ValueError: in another order"}
+    assert [w.name for w in offer.ways] == ["humming", "humming"]

@@ -16,13 +16,16 @@ def test_a_block_unpacks_to_its_weights() -> None:
     """Every word's bits by the module's table, scales by theirs."""
     weight = mxfp4((2, 128, 96), 3)
     blocks = layout.pack(weight)
-    assert blocks.words.shape == (2, 6, 2, 128)
+    # Filled up to 256 rows and 128 columns.
+    assert blocks.words.shape == (2, 8, 4, 128)
+    assert blocks.scales.shape == (2, 4, 256)
+    assert not blocks.words[:, 6:].any() and not blocks.words[:, :, 2:].any()
     dense = dequantise(weight)
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     seen = torch.zeros_like(dense)
     lane, j = torch.meshgrid(torch.arange(32), torch.arange(4), indexing="ij")
     g, c = lane // 4, lane % 4
-    words = blocks.words.view(2, 6, 2, 32, 4).to(torch.int64) & 0xFFFFFFFF
+    words = blocks.words.view(2, 8, 4, 32, 4).to(torch.int64) & 0xFFFFFFFF
     for step in range(6):
         for block in range(2):
             for place, (half, behind) in enumerate(((0, 0), (0, 8), (8, 0), (8, 8))):
@@ -55,8 +58,8 @@ def test_a_layer_is_seen_where_it_is() -> None:
     """The views of a layer's parameters have the weights' memory."""
     bank = experts_of((128, 64, 16, 4)).bank(HummingBank)
     w13, w2 = (b.words.flatten(2) for b in (bank.up, bank.down))
-    seen = HummingBank.of_layer(w13, bank.up.scales, w2, bank.down.scales)
-    assert (seen.latent, seen.inner, seen.experts) == (128, 64, 16)
+    seen = HummingBank.of_layer(w13, bank.up.scales, w2, bank.down.scales, 128, 64)
+    assert seen.experts == 16
     for one, other in ((seen.up, bank.up), (seen.down, bank.down)):
         assert one.words.data_ptr() == other.words.data_ptr()
         assert one.words.shape == other.words.shape
@@ -70,8 +73,6 @@ def large(shape: tuple[int, ...]) -> Mxfp4:
 
 
 def test_weights_that_the_kernels_do_not_take() -> None:
-    with pytest.raises(ValueError, match="have 96 rows; a block has 64"):
-        layout.pack(mxfp4((1, 96, 64), 0))
     with pytest.raises(ValueError, match=r"a scale byte is 129; .* up to 2\^1"):
         layout.pack(large((1, 64, 64)))
     with pytest.raises(ValueError, match=r"words are .* and scales torch.uint8"):
@@ -80,6 +81,8 @@ def test_weights_that_the_kernels_do_not_take() -> None:
     with pytest.raises(ValueError, match=r"weight is torch.int32 \(1, 4, 64\)"):
         words = torch.zeros(1, 4, 64, dtype=torch.int32)
         layout.Blocks.of_layer(words, torch.zeros(1, 2, 32, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"up has blocks \(1, 4, 1\) and down"):
-        one = layout.pack(mxfp4((1, 64, 64), 0))
-        HummingBank(one, one)
+    bank = experts_of((128, 64, 16, 4)).bank(HummingBank)
+    with pytest.raises(
+        ValueError, match=r"up has words \(16, 8, 4, 128\); .* are \(16, 16, 4, 128\)"
+    ):
+        HummingBank(bank.up, bank.down, 256, 64)

@@ -43,6 +43,8 @@ from verify_kernels.moe.humming.layout import (
     COLUMNS,
     ROWS,
     STEPS_OF_GROUP,
+    filled_columns,
+    filled_rows,
 )
 
 WARPS = 8
@@ -99,7 +101,9 @@ class ExpertsDownKernel:
         self.chunk = chunk_of(inner)
         self.chunks = inner // (COLUMNS * self.chunk)
         self.groups = self.chunk // STEPS_OF_GROUP
-        self.step_bytes = BLOCK_BYTES * (latent // ROWS)
+        self.rows = filled_rows(latent)
+        self.expert_steps = filled_columns(inner) // COLUMNS
+        self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         self.sum_bytes = 4 * MAX_ROWS * PITCH
         # Shared memory: a barrier; the warps' sums; what the other CTA sends; distinct
         # experts, their offsets; pairs and their weights.
@@ -115,8 +119,8 @@ class ExpertsDownKernel:
     def __call__(
         self,
         x: cute.Tensor,  # bf16 [64 K, I]
-        words: cute.Tensor,  # int32 [E, I / 16, L / 64, 128]
-        scales: cute.Tensor,  # uint8 [E, I / 32, L]
+        words: cute.Tensor,  # int32 [E, I / 16, L / 64, 128], filled up
+        scales: cute.Tensor,  # uint8 [E, I / 32, L], filled up
         weights: cute.Tensor,  # fp32 [M, K]
         experts: cute.Tensor,
         offsets: cute.Tensor,
@@ -212,7 +216,7 @@ class ExpertsDownKernel:
                 request(held[d], t, at, self.step_bytes * t, Int32(live), ())
             for t in cutlass.range_constexpr(self.groups):
                 request_scales(
-                    exponents[d], t, scales_at, self.latent * t, Int32(live), ()
+                    exponents[d], t, scales_at, self.rows * t, Int32(live), ()
                 )
         row, there = self.source(x, base, before, Int32(0), Int32(0), steps, lane)
         for i in cutlass.range_constexpr(self.chunk // BLOCKS_OF_READ):
@@ -256,10 +260,10 @@ class ExpertsDownKernel:
         step = cutlass.select_(step < steps, step, Int32(0))
         index = cutlass.select_(steps > 0, before + step // self.chunks, Int32(0))
         expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
-        chunk = Int64(expert) * self.chunks + step % self.chunks
-        at = words.iterator.toint() + self.step_bytes * self.chunk * chunk
+        first = Int64(expert) * self.expert_steps + step % self.chunks * self.chunk
+        at = words.iterator.toint() + self.step_bytes * first
         at = at + BLOCK_BYTES * group + 16 * lane
-        scales_at = scales.iterator.toint() + self.latent * self.groups * chunk
+        scales_at = scales.iterator.toint() + self.rows * (first >> 1)
         return at, scales_at + ROWS * group + 8 * (lane >> 2)
 
     @cute.jit
@@ -303,7 +307,7 @@ class ExpertsDownKernel:
                 group = t // STEPS_OF_GROUP
                 old = words_of(exponents, 2, group)
                 request_scales(
-                    exponents, group, scales_at, self.latent * group, goes, old
+                    exponents, group, scales_at, self.rows * group, goes, old
                 )
             if cutlass.const_expr((t + 1) % BLOCKS_OF_READ == 0):
                 self.fetch(tokens, t // BLOCKS_OF_READ, row, live)

@@ -13,11 +13,21 @@ from torch import Tensor
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant, fake
 from verify_kernels.moe.host import fake_plan, multiprocessors
-from verify_kernels.moe.humming.layout import Blocks, check_scales, pack, pack_stacked
-from verify_kernels.moe.mxfp4 import Mxfp4
+from verify_kernels.moe.humming.layout import (
+    BLOCK_BYTES,
+    COLUMNS,
+    ROWS,
+    Blocks,
+    check_scales,
+    filled_columns,
+    filled_rows,
+    pack,
+    pack_stacked,
+)
+from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
-#: (latent, inner, experts, top_k). vLLM pads the intermediate size of a rank to a
-#: multiple of 128: at TP 16 K3's 192 rows are 256.
+#: (latent, inner, experts, top_k). vLLM gives a rank at least 256 rows of K3's experts
+#: (``min_moe_intermediate_per_partition``): at TP 16 the last ranks have zeros.
 SHAPES = (
     *((3584, inner, 896, 16) for inner in (3072, 1536, 768, 384, 256)),
     (128, 128, 16, 4),
@@ -33,34 +43,31 @@ class HummingBank:
     Attributes:
         up: gate's rows, then up's, [E, 2 I, L].
         down: [E, L, I].
+        latent, inner: L and I, what they are filled up with not included.
 
     Raises:
-        ValueError: the two do not belong together.
+        ValueError: these do not belong together.
     """
 
     SHAPES: ClassVar[tuple[Shape, ...]] = SHAPES
 
     up: Blocks
     down: Blocks
+    latent: int
+    inner: int
 
     def __post_init__(self) -> None:
-        experts, steps, blocks, _ = self.up.words.shape
-        lead = tuple(self.down.words.shape[:3])
-        if lead != (experts, 2 * blocks, steps // 4) or blocks % 2 or steps % 4:
-            raise ValueError(
-                f"up has blocks {(experts, steps, blocks)} and down {lead}; they must "
-                "be those of [E, 2 I, L] and [E, L, I]"
-            )
-
-    @property
-    def latent(self) -> int:
-        """L."""
-        return 16 * self.up.words.shape[1]
-
-    @property
-    def inner(self) -> int:
-        """I, padding included."""
-        return 32 * self.up.words.shape[2]
+        for name, blocks, rows, columns in (
+            ("up", self.up, 2 * self.inner, self.latent),
+            ("down", self.down, self.latent, self.inner),
+        ):
+            found = tuple(blocks.words.shape)
+            wanted = words_shape(self.experts, rows, columns)
+            if found != wanted:
+                raise ValueError(
+                    f"{name} has words {found}; with L = {self.latent} and I = "
+                    f"{self.inner} they are {wanted}"
+                )
 
     @property
     def experts(self) -> int:
@@ -76,18 +83,30 @@ class HummingBank:
             ValueError: the shapes do not belong together or the kernels do not take
                 them, or a scale is above 2^1.
         """
-        return cls(pack_stacked(gate, up), pack(down))
+        inner, half = gate.packed.shape[1:]
+        return cls(pack_stacked(gate, up), pack(down), 2 * half, inner)
 
     @classmethod
     def of_layer(
-        cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor
+        cls,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        latent: int,
+        inner: int,
     ) -> HummingBank:
         """From a Humming layer's parameters, which stay where they are.
 
         Raises:
             ValueError: the layer holds something else, or a scale above 2^1.
         """
-        bank = cls(Blocks.of_layer(w13, w13_scale), Blocks.of_layer(w2, w2_scale))
+        bank = cls(
+            Blocks.of_layer(w13, w13_scale),
+            Blocks.of_layer(w2, w2_scale),
+            latent,
+            inner,
+        )
         for blocks in (bank.up, bank.down):
             check_scales(blocks)
         return bank
@@ -108,6 +127,23 @@ class HummingBank:
         return multiprocessors(device) // 2
 
 
+def words_shape(experts: int, rows: int, columns: int) -> tuple[int, ...]:
+    """Of matrices of N rows and K columns, filled up."""
+    blocks = filled_rows(rows) // ROWS
+    return experts, filled_columns(columns) // COLUMNS, blocks, BLOCK_BYTES // 4
+
+
+def _weights(experts: int, rows: int, columns: int) -> list[Any]:
+    """Fake words and scales."""
+    import cutlass
+
+    groups = filled_columns(columns) // GROUP
+    return [
+        fake(cutlass.Int32, words_shape(experts, rows, columns), 0, 16),
+        fake(cutlass.Uint8, (experts, groups, filled_rows(rows)), 0, 16),
+    ]
+
+
 def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
     import cutlass
     import cutlass.cute as cute
@@ -115,8 +151,7 @@ def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence
 
     return (
         fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 16),
-        fake(cutlass.Int32, (experts, latent // 16, inner // 32, 128), 0, 16),
-        fake(cutlass.Uint8, (experts, latent // 32, 2 * inner), 0, 16),
+        *_weights(experts, 2 * inner, latent),
         *fake_plan(experts, top_k),
         fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
         cutlass.Float32(0.0),
@@ -135,8 +170,7 @@ def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequen
     rows = cute.sym_int()
     return (
         fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        fake(cutlass.Int32, (experts, inner // 16, latent // 64, 128), 0, 16),
-        fake(cutlass.Uint8, (experts, inner // 32, latent), 0, 16),
+        *_weights(experts, latent, inner),
         fake(cutlass.Float32, (rows, top_k), 0, 16),
         *fake_plan(experts, top_k),
         fake(cutlass.BFloat16, (rows, latent), 1, 2),

@@ -16,6 +16,8 @@ Source: humming-kernels 0.1.19, ``process.cuh`` (``weight_repack_nk``, interleav
     scales  uint8 [E, K / 32, N]. Of 64 rows place 8 g + i is row 8 i + g, so a lane
             reads the eight that it needs at once.
 
+vLLM has N filled up with zeros to a multiple of 256 and K to one of 128.
+
 The kernels multiply bf16 numbers times 2^-126 by 2^126 and the scale, which therefore
 must be at most 2^1.
 """
@@ -32,6 +34,9 @@ from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
 ROWS, COLUMNS = 64, 16
 BLOCK_BYTES = 512
+#: Groups of scales along K are two blocks wide.
+STEPS_OF_GROUP = GROUP // COLUMNS
+_ROWS_MULTIPLE, _COLUMNS_MULTIPLE = 256, 128
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,31 @@ class Blocks:
         return int(self.scales.max())
 
 
+def filled_rows(rows: int) -> int:
+    """N with what it is filled up with."""
+    return -(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+
+def filled_columns(columns: int) -> int:
+    """K with what it is filled up with."""
+    return -(-columns // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
+
+
 def pack(weight: Mxfp4) -> Blocks:
-    """The blocks of matrices [E, N, K].
+    """The blocks of matrices [E, N, K], filled up.
 
     Raises:
-        ValueError: N is not a multiple of 64 or K not of 32, or a scale is above 2^1 or
-            NaN, which the kernels do not compute.
+        ValueError: a scale is above 2^1 or NaN, which the kernels do not compute.
     """
     experts, rows, groups = weight.scales.shape
-    if rows % ROWS:
-        raise ValueError(f"the matrices have {rows} rows; a block has {ROWS}")
+    more_rows = filled_rows(rows) - rows
+    more_groups = filled_columns(groups * GROUP) // GROUP - groups
+    pad = torch.nn.functional.pad
+    weight = Mxfp4(
+        pad(weight.packed, (0, more_groups * GROUP // 2, 0, more_rows)),
+        pad(weight.scales, (0, more_groups, 0, more_rows)),
+    )
+    experts, rows, groups = weight.scales.shape
     codes = torch.stack((weight.packed & 0xF, weight.packed >> 4), -1).flatten(-2)
     # [E, block, tile, row half, g, step, column half, c, column of a pair]
     codes = codes.view(experts, rows // ROWS, 4, 2, 8, groups * 2, 2, 4, 2)
@@ -143,7 +163,3 @@ def place_of(column: int) -> int:
     step, inside = divmod(column, COLUMNS)
     half, pair = divmod(inside, 8)
     return 16 * (pair // 2) + 4 * step + 2 * half + pair % 2
-
-
-#: Groups of scales along K are two blocks wide.
-STEPS_OF_GROUP = GROUP // COLUMNS

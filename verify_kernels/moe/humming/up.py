@@ -47,6 +47,8 @@ from verify_kernels.moe.humming.layout import (
     COLUMNS,
     ROWS,
     STEPS_OF_GROUP,
+    filled_columns,
+    filled_rows,
 )
 
 WARPS = 8
@@ -99,8 +101,10 @@ class ExpertsUpKernel:
         self.ring = self.steps // halves
         self.scale_ring = self.groups // halves
         self.blocks = inner // ROWS
-        self.latent = latent
-        self.step_bytes = BLOCK_BYTES * 2 * self.blocks
+        #: Of both matrices, and of K.
+        self.rows = filled_rows(2 * inner)
+        self.expert_steps = filled_columns(latent) // COLUMNS
+        self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         # Shared memory: two barriers; the warps' sums, twice; two places for the other
         # CTA's; the distinct experts, their offsets.
         self.areas_at = 16
@@ -114,8 +118,8 @@ class ExpertsUpKernel:
     def __call__(
         self,
         x: cute.Tensor,  # bf16 [M, L], rows at any multiple of 16 bytes
-        words: cute.Tensor,  # int32 [E, L / 16, 2 I / 64, 128]
-        scales: cute.Tensor,  # uint8 [E, L / 32, 2 I]
+        words: cute.Tensor,  # int32 [E, L / 16, 2 I / 64, 128], filled up
+        scales: cute.Tensor,  # uint8 [E, L / 32, 2 I], filled up
         experts: cute.Tensor,
         offsets: cute.Tensor,
         pairs: cute.Tensor,
@@ -242,13 +246,12 @@ class ExpertsUpKernel:
         index = item // self.blocks
         expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
         block = item - index * self.blocks + self.blocks * rank
-        step = Int64(expert) * (self.latent // COLUMNS) + self.steps * warp
+        step = Int64(expert) * self.expert_steps + self.steps * warp
         at = words.iterator.toint() + self.step_bytes * step
         at = at + BLOCK_BYTES * block + 16 * lane
         # With one step a warp two warps share a group.
-        group = Int64(expert) * (self.latent // COLUMNS // STEPS_OF_GROUP)
-        group = group + ((self.steps * warp) >> 1)
-        scales_at = scales.iterator.toint() + 2 * self.inner * group
+        group = step >> 1
+        scales_at = scales.iterator.toint() + self.rows * group
         return at, scales_at + ROWS * block + 8 * (lane >> 2)
 
     @cute.jit
@@ -298,7 +301,7 @@ class ExpertsUpKernel:
 
     def request_scales(self, exponents, slot, group, at, live, old):
         """A lane's scales of a group of an item, as `request`."""
-        request_scales(exponents, slot, at, 2 * self.inner * group, live, old)
+        request_scales(exponents, slot, at, self.rows * group, live, old)
 
     def fetch(self, tokens, place, s, row, live, old):
         """Four numbers of this lane's row for step ``s``."""

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our experts in place of vLLM's, on the CPU with what the kernels would compute."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.verify_kernels.test_moe_experts import Weights, by_torch, experts_of
+from verify_kernels.moe import HummingBank
+from verify_kernels.moe.reference import expert_plan
+from verify_kernels.moe.reference import route as reference_route
+
+pytest.importorskip("vllm.models.kimi_k3")
+
+from dspark_k3.target import experts, route, sublayers
+from tests.dspark_k3.test_target_executor import (
+    HIDDEN,
+    kernels,
+    latent_moe,
+    product,
+    routed_and_shared,
+    weight,
+)
+from tests.dspark_k3.test_target_route import router
+
+#: Every test here runs with it.
+kernels = kernels
+
+LATENT, INNER, EXPERTS, TOP_K = SHAPE = (128, 64, 16, 4)
+
+
+class HummingExperts:
+    """Stands for vLLM's class of that kind."""
+
+
+def layer(weights: Weights, **changes: Any) -> SimpleNamespace:
+    """vLLM's layer of a small K3 after Humming has repacked its weights."""
+    bank = weights.bank(HummingBank)
+    attributes = {
+        "w13_weight": nn.Parameter(bank.up.words.flatten(2), requires_grad=False),
+        "w13_weight_scale": nn.Parameter(bank.up.scales, requires_grad=False),
+        "w2_weight": nn.Parameter(bank.down.words.flatten(2), requires_grad=False),
+        "w2_weight_scale": nn.Parameter(bank.down.scales, requires_grad=False),
+        "hidden_size": LATENT,
+        "intermediate_size_per_partition": INNER,
+        "global_num_experts": EXPERTS,
+        "local_num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "activation": SimpleNamespace(value="situ"),
+        "apply_router_weight_on_input": False,
+        "moe_config": SimpleNamespace(
+            activation_situ_beta=4.0, activation_situ_linear_beta=25.0
+        ),
+        "quant_method": SimpleNamespace(
+            is_monolithic=False, topk_indices_dtype=None, experts_cls=HummingExperts
+        ),
+    }
+    return SimpleNamespace(**attributes | changes)
+
+
+def test_moe_runs_the_experts_that_our_routing_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = experts_of(SHAPE, 3)
+    given = layer(weights)
+    chosen: list[Tensor] = []
+
+    def moe_route(
+        logits: Tensor,
+        bias: Tensor,
+        top_k: int,
+        plan: Any,
+        shares: Tensor,
+        ids: Tensor,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        found, own = reference_route(logits, bias, top_k, compute=torch.float32)
+        made = expert_plan(found, EXPERTS, 64)
+        for tensor, value in zip(vars(plan).values(), made, strict=True):
+            tensor.copy_(value)
+        chosen.append(found)
+        return shares.copy_(own), ids.copy_(found)
+
+    def moe_experts(
+        latent: Tensor, shares: Tensor, plan: Any, bank: HummingBank, inner: Tensor,
+        **keywords: Any,
+    ) -> Tensor:  # fmt: skip
+        assert keywords == {"pdl": True, "beta": 4.0, "linear_beta": 25.0}
+        assert inner.shape == (64 * TOP_K, INNER) and inner.dtype == torch.bfloat16
+        # Nothing was copied.
+        assert bank.up.words.data_ptr() == given.w13_weight.data_ptr()
+        assert bank.down.scales.data_ptr() == given.w2_weight_scale.data_ptr()
+        made = expert_plan(chosen[-1], EXPERTS, 64)
+        for tensor, value in zip(vars(plan).values(), made, strict=True):
+            assert torch.equal(tensor, value)
+        out = by_torch(latent, chosen[-1], shares, weights, torch.float32)
+        return out.bfloat16()
+
+    monkeypatch.setattr(route, "moe_route", moe_route)
+    monkeypatch.setattr(experts, "moe_experts", moe_experts)
+    module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
+    module.gate = weight(EXPERTS, HIDDEN)
+    module.routed_expert_down_proj = weight(LATENT, HIDDEN)
+    module.routed_expert_up_proj = weight(HIDDEN, LATENT)
+    module.experts.router = router()
+    module.experts.routed_experts = given
+    ours = sublayers.Moe(module, pdl=True, route=True, experts=True)
+    found = ours(hidden, torch.arange(3))
+    logits = product(hidden, module.gate.weight)
+    bias = module.experts.router.e_score_correction_bias.data
+    ids, shares = reference_route(logits, bias, TOP_K, compute=torch.float32)
+    latent = product(hidden, module.routed_expert_down_proj.weight).bfloat16()
+    routed = by_torch(latent, ids, shares, weights, torch.float32).bfloat16()
+    _, shared = routed_and_shared(module, hidden)
+    up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
+    assert torch.equal(found, up + shared)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"quant_method": SimpleNamespace(experts_cls=SimpleNamespace)},
+            "its weights are those of SimpleNamespace",
+        ),
+        ({"local_num_experts": 8}, "it has 8 of 16 experts"),
+        ({"activation": SimpleNamespace(value="silu")}, "its activation is silu"),
+        (
+            {
+                "moe_config": SimpleNamespace(
+                    activation_situ_beta=None, activation_situ_linear_beta=None
+                )
+            },
+            "has no bounds",
+        ),
+        ({"apply_router_weight_on_input": True}, "weighs its input"),
+        ({"w13_bias": torch.zeros(1)}, "it has w13_bias"),
+        ({"top_k": 3}, "are 128 x 64 of 16, 3"),
+        ({"intermediate_size_per_partition": 32}, "are 128 x 32 of 16, 4"),
+        (
+            {"w13_weight": torch.zeros(16, 4, 1024, dtype=torch.int32)},
+            r"words are torch.int32 \(16, 4, 8, 128\) and scales",
+        ),
+        (
+            {"w2_weight_scale": torch.full((16, 4, 256), 129, dtype=torch.uint8)},
+            "a scale byte is 129",
+        ),
+    ],
+)
+def test_another_layer_is_refused(change: dict[str, Any], words: str) -> None:
+    weights = experts_of(SHAPE, 3)
+    assert experts.differences(layer(weights)) == []
+    with pytest.raises(ValueError, match=rf'{words}.*; set "ops": {{"moe_experts": "s'):
+        experts.Experts(layer(weights, **change), pdl=True)
+
+
+def test_vllms_layer_has_what_is_read() -> None:
+    from vllm.model_executor.layers.fused_moe import config, routed_experts
+
+    source = inspect.getsource(routed_experts.RoutedExperts)
+    for name in (
+        "hidden_size",
+        "intermediate_size_per_partition",
+        "global_num_experts",
+        "local_num_experts",
+        "top_k",
+        "activation",
+        "apply_router_weight_on_input",
+        "moe_config",
+        "quant_method",
+    ):
+        assert f"self.{name} = " in source or f"self.{name}, " in source, name
+    fields = config.FusedMoEConfig.__dataclass_fields__
+    assert {"activation_situ_beta", "activation_situ_linear_beta"} <= set(fields)
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    assert MoEActivation.SITU.value == "situ"
