@@ -212,6 +212,20 @@ def test_remote_stores_come_before_the_wait_that_counts_them() -> None:
     assert found(body, [words(64)], cluster=2) == TOLD
 
 
+def test_the_sender_may_tell_how_much_comes() -> None:
+    """In place of the receiver, with its own arrival."""
+    told = (
+        "@%p1 mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 "
+        "_, [%r25], 128;"
+    )
+    quiet = REMOTE.replace(EXPECT, "") + CLUSTER + TELL
+    body = wait("smem", 0) + READ + STORE
+    assert found(quiet + told + body, [words(64)], cluster=2) == TOLD
+    with pytest.raises(Deadlock, match="4 bytes to come"):
+        more = told.replace("128", "132")
+        found(quiet + more + body, [words(64)], cluster=2)
+
+
 def test_a_remote_store_needs_the_barrier_there() -> None:
     """Without the cluster's barrier the other CTA may not have made it yet."""
     with pytest.raises(Fault, match=r"under way to CTA .* no barrier at 0"):

@@ -248,6 +248,13 @@ def test_weights_that_the_kernels_do_not_take(weight: Mxfp4, words: str) -> None
         layout.pack(weight, 1)
 
 
+def test_a_bank_of_other_experts_is_refused() -> None:
+    bank = experts_of(SHAPES[-1]).bank()
+    for change in ({"experts": 17}, {"latent": 256}, {"inner": 128}):
+        with pytest.raises(ValueError, match=r"(up|down) has words and scales \(\(16"):
+            replace(bank, **change)
+
+
 def arguments() -> dict[str, Any]:
     shape = SHAPES[-1]
     ids, shares = choice(shape, 3, 0)

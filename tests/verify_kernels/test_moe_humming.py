@@ -86,3 +86,26 @@ def test_weights_that_the_kernels_do_not_take() -> None:
         ValueError, match=r"up has words \(16, 8, 4, 128\); .* are \(16, 16, 4, 128\)"
     ):
         HummingBank(bank.up, bank.down, 256, 64)
+
+
+@pytest.mark.gpu
+def test_humming_itself_packs_so() -> None:
+    """Words and scales bit for bit."""
+    dtypes = pytest.importorskip("humming.dtypes")
+    from humming.transform import (
+        transform_humming_weight,
+        transform_humming_weight_scale,
+    )
+
+    weight = mxfp4((3, 256, 384), 5, "cuda")
+    ours = layout.pack(weight)
+    words = transform_humming_weight(
+        weight.packed.view(torch.int32),
+        dtypes.float4e2m1,
+        dtypes.bfloat16,
+        packed=True,
+    )
+    scales = transform_humming_weight_scale(weight.scales)
+    theirs = layout.Blocks.of_layer(words.view(torch.int32), scales)
+    assert torch.equal(theirs.words, ours.words)
+    assert torch.equal(theirs.scales, ours.scales)

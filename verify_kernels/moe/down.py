@@ -44,6 +44,7 @@ from verify_kernels.moe.layout import (
     ROWS,
     TILE_BYTES,
     WARPS,
+    chunk_of,
     slots_of,
 )
 
@@ -53,12 +54,6 @@ DEPTH = 2
 #: Of a warp's sums, [row of the tile, token]: a row's pitch puts the lanes of a product
 #: into different banks, for neighbouring tokens.
 PITCH = MAX_ROWS + 8
-
-
-def chunk_of(inner: int) -> int:
-    """Tiles of a step."""
-    tiles = inner // COLUMNS
-    return next(n for n in (4, 3, 2, 1) if tiles % n == 0)
 
 
 class ExpertsDownKernel:

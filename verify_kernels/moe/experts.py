@@ -24,6 +24,7 @@ from verify_kernels.moe.layout import (
     ROWS,
     WARPS,
     Tiles,
+    chunk_of,
     pack,
     pack_gate_up,
     slots_of,
@@ -47,6 +48,9 @@ class ExpertBank:
         up: gate and up [E, 2 I, L].
         down: [E, L, I].
         latent, inner, experts: L, I and E.
+
+    Raises:
+        ValueError: these do not belong together.
     """
 
     SHAPES: ClassVar[tuple[Shape, ...]] = SHAPES
@@ -56,6 +60,28 @@ class ExpertBank:
     latent: int
     inner: int
     experts: int
+
+    def __post_init__(self) -> None:
+        run, chunk = -(-self.latent // COLUMNS // WARPS), chunk_of(self.inner)
+        for name, tiles, lead, length in (
+            ("up", self.up, (2 * self.inner // ROWS, WARPS), run),
+            (
+                "down",
+                self.down,
+                (self.latent // ROWS, self.inner // COLUMNS // chunk),
+                chunk,
+            ),
+        ):
+            found = tuple(tiles.words.shape), tuple(tiles.scales.shape)
+            wanted = (
+                (self.experts, *lead, length, 128),
+                (self.experts, *lead, 16, slots_of(length)),
+            )
+            if found != wanted:
+                raise ValueError(
+                    f"{name} has words and scales {found}; with L = {self.latent}, I = "
+                    f"{self.inner} and E = {self.experts} they are {wanted}"
+                )
 
     @classmethod
     def of(cls, gate: Mxfp4, up: Mxfp4, down: Mxfp4) -> ExpertBank:
@@ -68,8 +94,6 @@ class ExpertBank:
             ValueError: the shapes do not belong together or the kernels do not take
                 them, or a scale is above 2^1.
         """
-        from verify_kernels.moe.down import chunk_of
-
         experts, inner, half = gate.packed.shape
         latent = 2 * half
         if tuple(down.packed.shape) != (experts, latent, inner // 2):
@@ -128,8 +152,6 @@ def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequen
     import cutlass
     import cutlass.cute as cute
     import cutlass.cute.runtime as rt
-
-    from verify_kernels.moe.down import chunk_of
 
     chunk = chunk_of(inner)
     lead = (experts, latent // ROWS, inner // COLUMNS // chunk)

@@ -78,6 +78,12 @@ def slots_of(run: int) -> int:
     return next(n for n in (2, 4, 8) if run <= n)
 
 
+def chunk_of(inner: int) -> int:
+    """Tiles of a run of the second matrix, whose K is ``inner``."""
+    tiles = inner // COLUMNS
+    return next(n for n in (4, 3, 2, 1) if tiles % n == 0)
+
+
 def pack(weight: Mxfp4, parts: int) -> Tiles:
     """Rows of [E, N, K] in their order; K is cut into ``parts`` runs.
 
