@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark_k3 import settings
 from experiments import k3_shapes, results
 from experiments.gpu_engine import fleet, measure, ranks
 from experiments.gpu_engine.segment import (
@@ -50,6 +52,20 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--work", type=Path, default=Path("/tmp/k3-engines"), help="logs and traces")
     add("--fork", action="store_true", help="fork engines off a process with vLLM")
     add("--commit", help="commit to record where git cannot tell")
+    add("--ops", type=ops, default={}, help="JSON, of our target; see README")
+
+
+def ops(text: str) -> dict[str, str]:
+    """Ops of our target as JSON, such as '{"moe_route": "ours"}'.
+
+    Raises argparse.ArgumentTypeError for anything else.
+    """
+    try:
+        given = json.loads(text)
+        settings.read({settings.KEY: {"target": True, "ops": given}})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return {str(name): str(side) for name, side in given.items()}
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -92,6 +108,7 @@ def plans(
             prompt=options.prompt,
             gpu=options.steps,
             ranks=options.ranks,
+            ops=options.ops if target == "ours" else {},
         )
         for k in drafts
         for target in options.target
@@ -201,7 +218,11 @@ def add_point(
 
 def note(plan: Mapping[str, Any]) -> str:
     """What a figure of a plan's engine is of."""
-    return NOTE_OF_RANKS.format(tp=plan["tp"]) if plan.get("ranks") else NOTE
+    said = NOTE_OF_RANKS.format(tp=plan["tp"]) if plan.get("ranks") else NOTE
+    if not plan.get("ops"):
+        return said
+    changed = ", ".join(f"{name} {side}" for name, side in plan["ops"].items())
+    return f"{said}; {changed}"
 
 
 def _group(plan: Mapping[str, Any]) -> dict[str, Any]:

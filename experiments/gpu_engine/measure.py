@@ -17,8 +17,8 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class Plan:
 
     ``layers``, ``tp``, ``block_size``: `experiments.k3_shapes`. ``k``: drafts. ``gpu``,
     ``wall``, ``trace``, ``experts``: steps of each kind. ``trace_dir``: for the traces.
-    ``ranks``: the whole model on ``tp`` GPUs, not one rank's share on one.
+    ``ranks``: the whole model on ``tp`` GPUs, not one rank's share on one. ``ops``: of
+    our target, beside its defaults (`dspark_k3.settings`).
     """
 
     target: str
@@ -61,6 +62,7 @@ class Plan:
     trace: int = 6
     experts: int = 4
     ranks: bool = False
+    ops: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -130,7 +132,10 @@ def spec(plan: Plan, models: Path) -> EngineSpec:
         "seed": 0,
     }
     if plan.target == "ours":
-        engine["additional_config"] = {"dspark_k3": {"target": True}}
+        ours: dict[str, Any] = {"target": True}
+        if plan.ops:
+            ours["ops"] = dict(plan.ops)
+        engine["additional_config"] = {"dspark_k3": ours}
     if drafted:
         drafter = k3_shapes.write(
             k3_shapes.drafter_config(plan.layers, plan.share), models / f"draft-{stem}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times: what is recorded of a step, how engines take turns, what is written."""
 
+import argparse
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from experiments import k3_shapes, results, step_times
-from experiments.gpu_engine import child, fleet, measure, spread
+from experiments.gpu_engine import child, fleet, lines, measure, spread
 from experiments.gpu_engine.lines import layer_kinds
 from experiments.step_time import load_profile, read_profile
 from tests.experiments import fake_gpu
@@ -222,6 +223,25 @@ def test_the_engine_of_a_plan(tmp_path: Path) -> None:
     assert "additional_config" not in stock.engine
     assert "speculative_config" not in stock.engine
     assert stock.name != spec.name
+    asked = replace(PLAN, ops={"moe_route": "ours"})
+    with_ops = measure.spec(asked, tmp_path).engine["additional_config"]
+    assert with_ops["dspark_k3"] == {"target": True, "ops": {"moe_route": "ours"}}
+    assert lines.note(asdict(asked)) == f"{lines.NOTE}; moe_route ours"
+
+
+def test_ops_are_read_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only our target has them."""
+    parser = argparse.ArgumentParser()
+    lines.common_arguments(parser)
+    given = parser.parse_args(
+        ["--layers", "8", "--ops", '{"moe_route": "ours"}', "--work", "/tmp/x"]
+    )
+    found = {p.target: p.ops for p in lines.plans(given, [0], [1])}
+    assert found == {"stock": {}, "ours": {"moe_route": "ours"}}
+    for text, words in (("moe", "moe"), ('{"mow": "ours"}', "unknown key 'mow'")):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--layers", "8", "--ops", text])
+        assert words in capsys.readouterr().err
 
 
 def test_engines_at_once_fit_the_memory() -> None:

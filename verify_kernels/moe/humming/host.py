@@ -27,9 +27,10 @@ from verify_kernels.moe.humming.layout import (
 from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
 #: (latent, inner, experts, top_k). vLLM gives a rank at least 256 rows of K3's experts
-#: (``min_moe_intermediate_per_partition``): at TP 16 the last ranks have zeros.
+#: (``min_moe_intermediate_per_partition``): at TP 16 the last ranks have zeros. One GPU
+#: with such a rank's share alone has 192.
 SHAPES = (
-    *((3584, inner, 896, 16) for inner in (3072, 1536, 768, 384, 256)),
+    *((3584, inner, 896, 16) for inner in (3072, 1536, 768, 384, 256, 192)),
     (128, 128, 16, 4),
     (128, 64, 16, 4),
 )
