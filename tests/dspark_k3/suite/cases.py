@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Case:
         eager: without CUDA graphs.
         stock: every op of the executor is vLLM's, and so are the slots.
         layout: of KDA's states.
+        ops: of our target, beside its defaults.
         asked: our target is asked for at all.
         engine: further arguments of vLLM's LLM.
         options: of `jobs.job`.
@@ -57,6 +59,7 @@ class Case:
     eager: bool = False
     stock: bool = False
     layout: settings.Layout = "snapshot"
+    ops: Mapping[str, str] = field(default_factory=dict)
     asked: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -87,8 +90,11 @@ def spec(case: Case) -> EngineSpec:
         ours: dict[str, Any] = {"target": True}
         if case.stock:
             ours["ops"] = dict.fromkeys(settings.OPS, "stock")
-        elif case.layout != "snapshot":
-            ours["kda_layout"] = case.layout
+        else:
+            if case.layout != "snapshot":
+                ours["kda_layout"] = case.layout
+            if case.ops:
+                ours["ops"] = dict(case.ops)
         engine["additional_config"] = {settings.KEY: ours}
     if case.k:
         engine["speculative_config"] = {

@@ -66,16 +66,20 @@ class Folder:
 
     def shape(self, name: str) -> dict[str, Any]:
         """Drafts and manner of an engine: k, mode, adaptive, and the layout of KDA's
-        states if it is not vLLM's."""
+        states and the ops if they are not the defaults."""
         engine = self._load(f"{name}.spec.json")["engine"]
         speculative = engine.get("speculative_config", {})
         ours = engine.get("additional_config", {}).get(settings.KEY, {})
-        layout = {k: v for k, v in ours.items() if k == "kda_layout"}
+        asked = {k: v for k, v in ours.items() if k == "kda_layout"}
+        changed = ours.get("ops", {})
+        if set(changed.values()) - {"stock"}:
+            named = ", ".join(f"{op} {side}" for op, side in changed.items())
+            asked["asked"] = named
         return {
             "k": speculative.get("num_speculative_tokens", 0),
             "mode": "eager" if engine["enforce_eager"] else "graph",
             "adaptive": speculative.get("enable_adaptive_verification", False),
-            **layout,
+            **asked,
         }
 
     def sampling(self, name: str, group: str, temperature: float) -> dict[str, Any]:

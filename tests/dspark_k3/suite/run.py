@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dspark_k3 import settings
-from experiments.gpu_engine import fleet
+from experiments.gpu_engine import fleet, lines
 from tests.dspark_k3.suite import cases, verdict
 from tests.dspark_k3.suite.cases import Case
 
@@ -44,6 +45,7 @@ def suite(
     only: str = "",
     add: bool = False,
     layout: settings.Layout = "snapshot",
+    ops: Mapping[str, str] = MappingProxyType({}),
     run: Run = fleet.run,
     start: fleet.Launch = fleet.launch,
     reference: Callable[[list[int]], Any] | None = None,
@@ -55,7 +57,8 @@ def suite(
         parallel: engines at a time.
         only: cases whose names contain this, with the plain ones they need; "" is all.
         add: keep the verdicts that ``out`` has from other cases.
-        layout: of KDA's states, in all cases that ask for our target.
+        layout, ops: of KDA's states, and of our target beside its defaults, in all
+            cases that ask for it.
         run: `fleet.run`.
         start: starts an engine's process.
         reference: logits [T, vocab] of a token list; default the engine-free model.
@@ -67,7 +70,7 @@ def suite(
 
     def execute(wanted: Sequence[Case], alone: bool = False) -> None:
         outcomes = run(
-            [cases.spec(replace(case, layout=layout)) for case in wanted],
+            [cases.spec(replace(case, layout=layout, ops=ops)) for case in wanted],
             out,
             parallel=1 if alone else parallel,
             exclusive=alone,
@@ -207,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", default="", help="cases whose names contain this")
     add("--add", action="store_true", help="to the verdicts that DIR has already")
     add("--kda-layout", default="snapshot", choices=settings.LAYOUTS)
+    add("--ops", type=lines.ops, default={}, help="JSON, of our target; see README")
     add("--fork", action="store_true", help="fork engines off a process with vLLM")
     options = parser.parse_args(arguments)
     for folder in (cases.TARGET, cases.DRAFTER):
@@ -219,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         only=options.only,
         add=options.add,
         layout=options.kda_layout,
+        ops=options.ops,
         start=fleet.launcher(options.fork),
     )
     for name, error in found["failed"].items():

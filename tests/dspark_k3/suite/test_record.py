@@ -297,13 +297,18 @@ LAYOUTS: list[tuple[settings.Layout, dict[str, str]]] = [
 ]
 
 
-def test_a_line_names_the_layout_that_is_not_vllms(tmp_path: Path) -> None:
+def test_a_line_names_the_layout_and_ops_that_are_not_the_defaults(
+    tmp_path: Path,
+) -> None:
     made = Suite(tmp_path)
     made.save()
     for layout, shown in LAYOUTS:
         made.add(Case("fixed-graph-k7", 7, layout=layout), answer(7))
         shape = record.Folder(tmp_path).shape("fixed-graph-k7")
         assert shape == {"k": 7, "mode": "graph", "adaptive": False, **shown}
+    made.add(Case("fixed-graph-k7", 7, ops={"moe_route": "ours"}), answer(7))
+    shape = record.Folder(tmp_path).shape("fixed-graph-k7")
+    assert shape["asked"] == "moe_route ours"
 
 
 def test_older_verdicts_of_what_failed_are_left_out(suite: Suite) -> None:
