@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark_k3.target.scope import STOCK_EXPERTS
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.moe import ExpertPlan, HummingBank, moe_experts
-
-STOCK = 'set "ops": {"moe_experts": "stock"}'
 
 
 class Experts:
@@ -35,7 +34,7 @@ class Experts:
         if found:
             raise ValueError(
                 f"our experts' kernels do not stand for {type(layer).__name__}: "
-                f"{', '.join(found)}; {STOCK}"
+                f"{', '.join(found)}; {STOCK_EXPERTS}"
             )
         try:
             self._bank = HummingBank.of_layer(
@@ -47,7 +46,7 @@ class Experts:
                 layer.intermediate_size_per_partition,
             )
         except ValueError as error:
-            raise ValueError(f"{error}; {STOCK}") from None
+            raise ValueError(f"{error}; {STOCK_EXPERTS}") from None
         config = layer.moe_config
         self._betas = {
             "beta": config.activation_situ_beta,

@@ -19,6 +19,7 @@ from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
 from verify_kernels.moe.host import FORMS as ROUTES
+from verify_kernels.moe.humming.host import SHAPES as EXPERTS
 
 #: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
 #: and sm_103a too, which nobody has run.
@@ -27,6 +28,10 @@ CAPABILITIES = ((9, 0),)
 STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
 #: The same for the choice of experts.
 STOCK_ROUTE = 'set "ops": {"moe_route": "stock"}'
+#: And for the experts themselves.
+STOCK_EXPERTS = 'set "ops": {"moe_experts": "stock"}'
+#: Rows of an expert that vLLM gives a rank at least, and a multiple of which it has.
+_LEAST_ROWS, _ROWS = 256, 64
 #: What gives vLLM's slots back.
 SNAPSHOT_LAYOUT = 'set "kda_layout": "snapshot"'
 
@@ -174,6 +179,24 @@ def _routing(d: Deployment) -> str | None:
     if (experts, top_k) not in ROUTES:
         found.append(f"{top_k} of {experts} experts")
     return ", ".join(found) or None
+
+
+def _experts(d: Deployment) -> str | None:
+    """A rank's share that our experts' kernels do not have, if they run it."""
+    if _architecture(d) or not d.settings.ours("moe_experts"):
+        return None
+    experts = getattr(d.text, "num_experts", None)
+    if experts is None:
+        return None
+    rows = d.text.moe_intermediate_size // d.tp
+    if d.tp > 1:
+        least = getattr(d.text, "min_moe_intermediate_per_partition", _LEAST_ROWS)
+        rows = max(rows, least)
+    rows = -(-rows // _ROWS) * _ROWS
+    latent, top_k = d.text.routed_expert_hidden_size, d.text.num_experts_per_token
+    if (latent, rows, experts, top_k) in EXPERTS:
+        return None
+    return f"{top_k} of {experts} experts of {latent} x {rows} a rank"
 
 
 def _window_layout(d: Deployment) -> str | None:
@@ -394,6 +417,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("a bounded KDA decay", _kda("gate_lower_bound", _negative), STOCK_CORE),
     Rule("routing that the kernel has", _routing, STOCK_ROUTE),
+    Rule("experts that the kernels have", _experts, STOCK_EXPERTS),
     Rule(
         "convolution windows with channels last",
         _window_layout,

