@@ -7,6 +7,7 @@ Prompts stay with Humming, so its repacked weights are the only copy.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from torch import Tensor
 from dspark_k3.target.scope import STOCK_EXPERTS
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.moe import ExpertPlan, HummingBank, moe_experts
+from verify_kernels.moe.humming.host import FORMS
+from verify_kernels.moe.humming.layout import ROWS
+
+#: What a layer's half may have beside its weights.
+EXTRA = ("bias", "weight_scale_2", "zero_point")
+#: Of Humming's configuration, weights, activations and scales.
+FORMATS = {"b_dtype": "float4e2m1", "a_dtype": "bfloat16", "bs_dtype": "float8e8m0"}
 
 
 class Experts:
@@ -43,6 +51,7 @@ class Experts:
                 layer.w2_weight.data,
                 layer.w2_weight_scale.data,
                 layer.hidden_size,
+                _rows(layer),
                 layer.intermediate_size_per_partition,
             )
         except ValueError as error:
@@ -71,6 +80,14 @@ def _workspace(device: torch.device, pairs: int, inner: int) -> Tensor:
     return torch.empty(pairs, inner, dtype=torch.bfloat16, device=device)
 
 
+def _rows(layer: Any) -> int:
+    """Rows of gate and of up that are not filled up: at TP 16 vLLM gives a rank 192 of
+    K3's and 64 of zeros."""
+    rows = layer.moe_config.intermediate_size_per_partition_unpadded
+    held: int = layer.intermediate_size_per_partition
+    return held if rows is None else min(-(-int(rows) // ROWS) * ROWS, held)
+
+
 def differences(layer: Any) -> list[str]:
     """What vLLM's layer does that our kernels do not; empty if nothing."""
     kernels = getattr(layer.quant_method, "experts_cls", None)
@@ -82,14 +99,15 @@ def differences(layer: Any) -> list[str]:
     )
     shape = (
         layer.hidden_size,
-        layer.intermediate_size_per_partition,
+        _rows(layer),
         layer.global_num_experts,
         layer.top_k,
     )
+    held = layer.intermediate_size_per_partition
     extra = [
-        name
-        for name in ("w13_bias", "w2_bias", "w13_weight_scale_2", "w2_weight_scale_2")
-        if getattr(layer, name, None) is not None
+        key
+        for half, part in itertools.product(("w13", "w2"), EXTRA)
+        if getattr(layer, key := f"{half}_{part}", None) is not None
     ]
     checks = (
         ("Humming" in name, f"its weights are those of {name}"),
@@ -98,12 +116,28 @@ def differences(layer: Any) -> list[str]:
             f"it has {layer.local_num_experts} of {layer.global_num_experts} experts",
         ),
         (activation == "situ", f"its activation is {activation}"),
-        (None not in betas, "its activation has no bounds"),
+        (all(b is not None and b > 0 for b in betas), "its activation has no bounds"),
         (not layer.apply_router_weight_on_input, "it weighs its input"),
         (not extra, f"it has {', '.join(extra)}"),
         (
-            shape in HummingBank.SHAPES,
-            "L x I of E experts, K of them a row, are {} x {} of {}, {}".format(*shape),
+            (shape, held) in FORMS,
+            "L x I of E experts, K of them a row, are {} x {} of {}, {}".format(*shape)
+            + f", with {held} rows of gate",
         ),
     )
-    return [words for right, words in checks if not right]
+    found = [words for right, words in checks if not right]
+    return found or _formats(layer)
+
+
+def _formats(layer: Any) -> list[str]:
+    """Of a Humming layer's halves what is not MXFP4 for bf16 as it is."""
+    found = []
+    for half, config in layer.humming_configs.items():
+        formats = tuple(str(getattr(config, name)) for name in FORMATS)
+        if formats != tuple(FORMATS.values()):
+            found.append(f"{half} is {' '.join(formats)}")
+        if config.has_zero_point:
+            found.append(f"{half} has a zero point")
+        if (size := layer.weight_schemas[half].hadamard_block_size) > 1:
+            found.append(f"{half} is rotated in blocks of {size}")
+    return found

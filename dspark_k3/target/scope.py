@@ -19,7 +19,7 @@ from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
 from verify_kernels.moe.host import FORMS as ROUTES
-from verify_kernels.moe.humming.host import SHAPES as EXPERTS
+from verify_kernels.moe.humming.host import FORMS as EXPERTS
 
 #: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
 #: and sm_103a too, which nobody has run.
@@ -30,7 +30,7 @@ STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
 STOCK_ROUTE = 'set "ops": {"moe_route": "stock"}'
 #: And for the experts themselves.
 STOCK_EXPERTS = 'set "ops": {"moe_experts": "stock"}'
-#: Rows of an expert that vLLM gives a rank at least, and a multiple of which it has.
+#: Rows of an expert that vLLM gives a rank at least, and what it has a multiple of.
 _LEAST_ROWS, _ROWS = 256, 64
 #: What gives vLLM's slots back.
 SNAPSHOT_LAYOUT = 'set "kda_layout": "snapshot"'
@@ -189,14 +189,13 @@ def _experts(d: Deployment) -> str | None:
     if experts is None:
         return None
     rows = d.text.moe_intermediate_size // d.tp
-    if d.tp > 1:
-        least = getattr(d.text, "min_moe_intermediate_per_partition", _LEAST_ROWS)
-        rows = max(rows, least)
-    rows = -(-rows // _ROWS) * _ROWS
+    least = getattr(d.text, "min_moe_intermediate_per_partition", _LEAST_ROWS)
+    held = max(rows, least) if d.tp > 1 else rows
+    rows, held = (-(-n // _ROWS) * _ROWS for n in (rows, held))
     latent, top_k = d.text.routed_expert_hidden_size, d.text.num_experts_per_token
-    if (latent, rows, experts, top_k) in EXPERTS:
+    if ((latent, rows, experts, top_k), held) in EXPERTS:
         return None
-    return f"{top_k} of {experts} experts of {latent} x {rows} a rank"
+    return f"{top_k} of {experts} experts of {latent} x {rows}, {held} held, a rank"
 
 
 def _window_layout(d: Deployment) -> str | None:

@@ -206,7 +206,7 @@ class VllmLayer:
         self._runner, self._layer = runner, layer
         self._ids = method.topk_indices_dtype
         padded = f" of {built} rows for {shape.inner}" if built != shape.inner else ""
-        self._width = built
+        self._inner, self._width = shape.inner, built
         named = getattr(method.experts_cls, "__name__", str(method.experts_cls))
         self.note = f"vLLM's {named}{padded}, with its alignment, SiTU and sum"
 
@@ -244,6 +244,7 @@ class VllmLayer:
             layer.w2_weight.data,
             layer.w2_weight_scale.data,
             layer.hidden_size,
+            self._inner,
             self._width,
         )
 

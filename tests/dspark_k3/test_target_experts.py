@@ -39,6 +39,26 @@ class HummingExperts:
     """Stands for vLLM's class of that kind."""
 
 
+def moe_config(**changes: Any) -> SimpleNamespace:
+    values = {
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "intermediate_size_per_partition_unpadded": INNER,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def form(**changes: Any) -> SimpleNamespace:
+    """Humming's configuration of a half."""
+    values = {
+        "b_dtype": "float4e2m1",
+        "a_dtype": "bfloat16",
+        "bs_dtype": "float8e8m0",
+        "has_zero_point": False,
+    }
+    return SimpleNamespace(**values | changes)
+
+
 def layer(weights: Weights, **changes: Any) -> SimpleNamespace:
     """vLLM's layer of a small K3 after Humming has repacked its weights."""
     bank = weights.bank(HummingBank)
@@ -54,9 +74,11 @@ def layer(weights: Weights, **changes: Any) -> SimpleNamespace:
         "top_k": TOP_K,
         "activation": SimpleNamespace(value="situ"),
         "apply_router_weight_on_input": False,
-        "moe_config": SimpleNamespace(
-            activation_situ_beta=4.0, activation_situ_linear_beta=25.0
-        ),
+        "moe_config": moe_config(),
+        "humming_configs": {"w13": form(), "w2": form()},
+        "weight_schemas": {
+            half: SimpleNamespace(hadamard_block_size=0) for half in ("w13", "w2")
+        },
         "quant_method": SimpleNamespace(
             is_monolithic=False, topk_indices_dtype=None, experts_cls=HummingExperts
         ),
@@ -131,18 +153,30 @@ def test_moe_runs_the_experts_that_our_routing_chose(
         ),
         ({"local_num_experts": 8}, "it has 8 of 16 experts"),
         ({"activation": SimpleNamespace(value="silu")}, "its activation is silu"),
+        ({"moe_config": moe_config(activation_situ_beta=None)}, "has no bounds"),
+        ({"moe_config": moe_config(activation_situ_linear_beta=0)}, "has no bounds"),
+        (
+            {"humming_configs": {"w2": form(b_dtype="uint4")}},
+            "w2 is uint4 bfloat16 float8e8m0",
+        ),
+        ({"humming_configs": {"w2": form(has_zero_point=True)}}, "w2 has a zero point"),
         (
             {
-                "moe_config": SimpleNamespace(
-                    activation_situ_beta=None, activation_situ_linear_beta=None
-                )
+                "weight_schemas": {
+                    half: SimpleNamespace(hadamard_block_size=32)
+                    for half in ("w13", "w2")
+                }
             },
-            "has no bounds",
+            "w13 is rotated in blocks of 32, w2 is rotated",
         ),
         ({"apply_router_weight_on_input": True}, "weighs its input"),
         ({"w13_bias": torch.zeros(1)}, "it has w13_bias"),
+        ({"w2_zero_point": torch.zeros(1)}, "it has w2_zero_point"),
         ({"top_k": 3}, "are 128 x 64 of 16, 3"),
-        ({"intermediate_size_per_partition": 32}, "are 128 x 32 of 16, 4"),
+        (
+            {"intermediate_size_per_partition": 128},
+            "are 128 x 64 of 16, 4, with 128 rows of gate",
+        ),
         (
             {"w13_weight": torch.zeros(16, 4, 1024, dtype=torch.int32)},
             r"words are torch.int32 \(16, 4, 8, 128\) and scales",
@@ -177,7 +211,7 @@ def test_vllms_layer_has_what_is_read() -> None:
     ):
         assert f"self.{name} = " in source or f"self.{name}, " in source, name
     fields = config.FusedMoEConfig.__dataclass_fields__
-    assert {"activation_situ_beta", "activation_situ_linear_beta"} <= set(fields)
+    assert set(vars(moe_config())) <= set(fields)
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     assert MoEActivation.SITU.value == "situ"

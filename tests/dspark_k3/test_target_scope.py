@@ -315,7 +315,7 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
             (TEXT, text_config(min_moe_intermediate_per_partition=300)),
         ],
         {"settings": EXPERTS},
-        "16 of 896 experts of 3584 x 320 a rank",
+        "16 of 896 experts of 3584 x 192, 320 held, a rank",
     ),
     (
         "committed KDA states in vLLM's slots",

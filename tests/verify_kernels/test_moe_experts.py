@@ -74,6 +74,23 @@ def experts_of(shape: Shape, seed: int = 0, device: str = "cpu") -> Weights:
     )
 
 
+def filled(weights: Weights, held: int, byte: int = 0) -> HummingBank:
+    """A Humming layer's bank of ``held`` rows of gate and up, those past the experts'
+    full of a byte, with scales of 1."""
+    more = held - weights.gate.packed.shape[1]
+
+    def fill(one: Mxfp4, rows: int, columns: int) -> Mxfp4:
+        pad = torch.nn.functional.pad
+        return Mxfp4(
+            pad(one.packed, (0, columns // 2, 0, rows), value=byte),
+            pad(one.scales, (0, columns // 32, 0, rows), value=127),
+        )
+
+    gate, up = (fill(one, more, 0) for one in (weights.gate, weights.up))
+    whole = HummingBank.of(gate, up, fill(weights.down, 0, more))
+    return replace(whole, inner=held - more)
+
+
 def choice(
     shape: Shape, rows: int, seed: int, spread: int | None = None
 ) -> tuple[Tensor, Tensor]:

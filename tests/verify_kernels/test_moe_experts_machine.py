@@ -30,6 +30,7 @@ from verify_kernels.moe.humming import up as humming_up
 TINY = (128, 128, 16, 4)
 WIDE = (3584, 64, 16, 4)
 STEPS = (128, 384, 16, 4)
+SMALL = (128, 64, 16, 4)
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.__name__)
 
 
 @functools.cache
-def compiled(half: Half, shape: Shape) -> tuple[Any, str]:
+def compiled(half: Half, *form: int) -> tuple[Any, str]:
     """A half's kernel and PTX."""
-    kernel = half.kernel(*shape)
-    made = functools.partial(half.arguments, *shape)
+    kernel = half.kernel(*form)
+    made = functools.partial(half.arguments, *form)
     return kernel, kernels.ptx_of(Variant("moe", "half", kernel, made))
 
 
@@ -98,7 +99,8 @@ def run(
     for half, tensors, rest in zip(
         HALVES[type(bank)], (first, second), (numbers, []), strict=True
     ):
-        kernel, ptx = compiled(half, shape)
+        form = (*shape, bank.held) if isinstance(bank, HummingBank) else shape
+        kernel, ptx = compiled(half, *form)
         memory = GlobalMemory()
         parameters = []
         for name in kernel.parameters:
@@ -135,6 +137,26 @@ def test_rows_are_right(
     one = functools.partial(run, shape)
     found = tests.result(one, shape, weights.bank(kind), latent, ids, shares)
     tests.check_errors(found, latent, ids, shares, weights)
+
+
+def test_rows_of_zeros_are_not_read() -> None:
+    """A layer that has 64 rows of gate more, and of up: here they are no zeros."""
+    weights = tests.experts_of(SMALL, 7)
+    ids, shares = tests.choice(SMALL, 3, 7)
+    latent = tests.latent_rows(SMALL, 3, 7)
+    bank = tests.filled(weights, 128, 0x77)
+    found = tests.result(
+        functools.partial(run, SMALL), SMALL, bank, latent, ids, shares
+    )
+    right = tests.result(
+        functools.partial(run, SMALL),
+        SMALL,
+        weights.bank(HummingBank),
+        latent,
+        ids,
+        shares,
+    )
+    assert torch.equal(found, right)
 
 
 @KINDS

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.verify_kernels.test_moe_experts import experts_of, mxfp4
+from tests.verify_kernels.test_moe_experts import experts_of, filled, mxfp4
 from verify_kernels.moe.humming import layout
 from verify_kernels.moe.humming.host import HummingBank
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
@@ -58,12 +58,25 @@ def test_a_layer_is_seen_where_it_is() -> None:
     """The views of a layer's parameters have the weights' memory."""
     bank = experts_of((128, 64, 16, 4)).bank(HummingBank)
     w13, w2 = (b.words.flatten(2) for b in (bank.up, bank.down))
-    seen = HummingBank.of_layer(w13, bank.up.scales, w2, bank.down.scales, 128, 64)
+    sizes = 128, 64, 64
+    seen = HummingBank.of_layer(w13, bank.up.scales, w2, bank.down.scales, *sizes)
     assert seen.experts == 16
     for one, other in ((seen.up, bank.up), (seen.down, bank.down)):
         assert one.words.data_ptr() == other.words.data_ptr()
         assert one.words.shape == other.words.shape
         assert one.scales.data_ptr() == other.scales.data_ptr()
+
+
+def test_rows_that_are_filled_up_must_be_zero() -> None:
+    for byte in (0, 0x10):
+        bank = filled(experts_of((128, 64, 16, 4)), 192, byte)
+        w13, w2 = (b.words.flatten(2) for b in (bank.up, bank.down))
+        arguments = (w13, bank.up.scales, w2, bank.down.scales, 128, 64, 192)
+        if byte:
+            with pytest.raises(ValueError, match="of 192 rows of gate those from 64"):
+                HummingBank.of_layer(*arguments)
+        else:
+            assert HummingBank.of_layer(*arguments).inner == 64
 
 
 def large(shape: tuple[int, ...]) -> Mxfp4:
@@ -85,7 +98,7 @@ def test_weights_that_the_kernels_do_not_take() -> None:
     with pytest.raises(
         ValueError, match=r"up has words \(16, 8, 4, 128\); .* are \(16, 16, 4, 128\)"
     ):
-        HummingBank(bank.up, bank.down, 256, 64)
+        HummingBank(bank.up, bank.down, 256, 64, 64)
 
 
 @pytest.mark.gpu

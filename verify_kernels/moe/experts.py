@@ -115,6 +115,10 @@ class ExpertBank:
         """Of all weights and scales."""
         return self.up.bytes() + self.down.bytes()
 
+    def takes(self, shape: Shape) -> bool:
+        """Whether there are kernels for (latent, inner, experts, top_k)."""
+        return shape in self.SHAPES
+
     @staticmethod
     def variant_name(half: str, shape: Shape) -> str:
         """Name of a half, "up" or "down"; says all that its kernel is made from."""
@@ -215,8 +219,8 @@ def moe_experts(
     The equations are in `verify_kernels.moe.reference` (`experts`): products of bf16
     rows with the exact MXFP4 weights in fp32, SiTU rounded to bf16, the sum over the
     experts in fp32 in a fixed order, rounded once. Every distinct expert's weights are
-    read once (up to eight of its rows at a time are held against them). A row's bits do
-    not depend on other rows or on M.
+    read once; in Humming's layout those of the first half again, from L2, for every
+    eight rows more that chose it. A row's bits do not depend on other rows or on M.
 
     Args:
         latent: bf16 [M, L], M = 0 .. 64; rows may lie apart, at multiples of 16 bytes.
@@ -251,7 +255,7 @@ def moe_experts(
         )
     top_k = shares.shape[-1] if shares.ndim == 2 else 0
     shape = (bank.latent, bank.inner, bank.experts, top_k)
-    if shape not in bank.SHAPES:
+    if not bank.takes(shape):
         raise ValueError(
             f"{top_k} of {bank.experts} experts of {bank.latent} x {bank.inner}: no "
             "kernel is compiled for them; SHAPES lists those that are, and "

@@ -72,9 +72,10 @@ class ExpertsDownKernel:
 
     Args:
         latent: L, rows of the second matrix, a multiple of 64.
-        inner: I, columns that the rank holds, a multiple of 64.
+        inner: I, columns, a multiple of 64.
         experts: E, experts that there are, a multiple of 16.
         top_k: K, a power of two.
+        held: columns that the layer has, I and then zeros.
     """
 
     pdl = True
@@ -92,7 +93,7 @@ class ExpertsDownKernel:
     )
     early_loads = ()
 
-    def __init__(self, latent: int, inner: int, experts: int, top_k: int):
+    def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
         self.latent = latent
         self.inner = inner
         self.experts = experts
@@ -102,7 +103,7 @@ class ExpertsDownKernel:
         self.chunks = inner // (COLUMNS * self.chunk)
         self.groups = self.chunk // STEPS_OF_GROUP
         self.rows = filled_rows(latent)
-        self.expert_steps = filled_columns(inner) // COLUMNS
+        self.expert_steps = filled_columns(held) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         self.sum_bytes = 4 * MAX_ROWS * PITCH
         # Shared memory: a barrier; the warps' sums; what the other CTA sends; distinct

@@ -26,14 +26,16 @@ from verify_kernels.moe.humming.layout import (
 )
 from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
-#: (latent, inner, experts, top_k). vLLM gives a rank at least 256 rows of K3's experts
-#: (``min_moe_intermediate_per_partition``): at TP 16 the last ranks have zeros. One GPU
-#: with such a rank's share alone has 192.
-SHAPES = (
-    *((3584, inner, 896, 16) for inner in (3072, 1536, 768, 384, 256, 192)),
-    (128, 128, 16, 4),
-    (128, 64, 16, 4),
+#: (latent, inner, experts, top_k) and rows of gate that the layer has. vLLM gives a
+#: rank at least 256 of K3's (``min_moe_intermediate_per_partition``): at TP 16 every
+#: rank has 192 and 64 of zeros. One GPU with such a rank's share alone has 192.
+FORMS = (
+    *(((3584, inner, 896, 16), inner) for inner in (3072, 1536, 768, 384, 192)),
+    ((3584, 192, 896, 16), 256),
+    ((128, 128, 16, 4), 128),
+    ((128, 64, 16, 4), 64),
 )
+SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
 Shape = tuple[int, int, int, int]
 
 
@@ -45,6 +47,7 @@ class HummingBank:
         up: gate's rows, then up's, [E, 2 I, L].
         down: [E, L, I].
         latent, inner: L and I, what they are filled up with not included.
+        held: rows of gate, and of up, that there are: I and then zeros.
 
     Raises:
         ValueError: these do not belong together.
@@ -56,18 +59,21 @@ class HummingBank:
     down: Blocks
     latent: int
     inner: int
+    held: int
 
     def __post_init__(self) -> None:
+        if self.inner > self.held:
+            raise ValueError(f"I = {self.inner}, of which {self.held} are there")
         for name, blocks, rows, columns in (
-            ("up", self.up, 2 * self.inner, self.latent),
-            ("down", self.down, self.latent, self.inner),
+            ("up", self.up, 2 * self.held, self.latent),
+            ("down", self.down, self.latent, self.held),
         ):
             found = tuple(blocks.words.shape)
             wanted = words_shape(self.experts, rows, columns)
             if found != wanted:
                 raise ValueError(
-                    f"{name} has words {found}; with L = {self.latent} and I = "
-                    f"{self.inner} they are {wanted}"
+                    f"{name} has words {found}; with L = {self.latent} and "
+                    f"{self.held} rows of gate they are {wanted}"
                 )
 
     @property
@@ -85,7 +91,7 @@ class HummingBank:
                 them, or a scale is above 2^1.
         """
         inner, half = gate.packed.shape[1:]
-        return cls(pack_stacked(gate, up), pack(down), 2 * half, inner)
+        return cls(pack_stacked(gate, up), pack(down), 2 * half, inner, inner)
 
     @classmethod
     def of_layer(
@@ -96,18 +102,24 @@ class HummingBank:
         w2_scale: Tensor,
         latent: int,
         inner: int,
+        held: int,
     ) -> HummingBank:
         """From a Humming layer's parameters, which stay where they are.
 
+        ``inner`` rows of gate and of up are computed, of ``held`` that there are.
+
         Raises:
-            ValueError: the layer holds something else, or a scale above 2^1.
+            ValueError: the layer holds something else, other rows than those are not
+                zero, or a scale is above 2^1.
         """
         bank = cls(
             Blocks.of_layer(w13, w13_scale),
             Blocks.of_layer(w2, w2_scale),
             latent,
             inner,
+            held,
         )
+        bank._check_filling()
         for blocks in (bank.up, bank.down):
             check_scales(blocks)
         return bank
@@ -116,11 +128,23 @@ class HummingBank:
         """Of all weights and scales."""
         return self.up.bytes() + self.down.bytes()
 
-    @staticmethod
-    def variant_name(half: str, shape: Shape) -> str:
+    def _check_filling(self) -> None:
+        """Raise ValueError unless h would be 0 in the rows that are not computed."""
+        first, last, up = (n // ROWS for n in (self.inner, self.held, 2 * self.held))
+        for start, end in ((first, last), (first + last, up)):
+            if bool(self.up.words[:, :, start:end].any()):
+                raise ValueError(
+                    f"of {self.held} rows of gate those from {self.inner} on are not "
+                    "all 0, nor are those of up"
+                )
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether there are kernels for (latent, inner, experts, top_k)."""
+        return (shape, self.held) in FORMS
+
+    def variant_name(self, half: str, shape: Shape) -> str:
         """Name of a half, "up" or "down"; says all that its kernel is made from."""
-        latent, inner, experts, top_k = shape
-        return f"humming_{half}_l{latent}_i{inner}_e{experts}_k{top_k}"
+        return _name(half, shape, self.held)
 
     @staticmethod
     def grid(device: int) -> int:
@@ -145,14 +169,22 @@ def _weights(experts: int, rows: int, columns: int) -> list[Any]:
     ]
 
 
-def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
+def _name(half: str, shape: Shape, held: int) -> str:
+    latent, inner, experts, top_k = shape
+    filled = f"of{held}" if held != inner else ""
+    return f"humming_{half}_l{latent}_i{inner}{filled}_e{experts}_k{top_k}"
+
+
+def _up_arguments(
+    latent: int, inner: int, experts: int, top_k: int, held: int
+) -> Sequence[Any]:
     import cutlass
     import cutlass.cute as cute
     import cutlass.cute.runtime as rt
 
     return (
         fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 16),
-        *_weights(experts, 2 * inner, latent),
+        *_weights(experts, 2 * held, latent),
         *fake_plan(experts, top_k),
         fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
         cutlass.Float32(0.0),
@@ -163,7 +195,9 @@ def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence
     )
 
 
-def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
+def _down_arguments(
+    latent: int, inner: int, experts: int, top_k: int, held: int
+) -> Sequence[Any]:
     import cutlass
     import cutlass.cute as cute
     import cutlass.cute.runtime as rt
@@ -171,7 +205,7 @@ def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequen
     rows = cute.sym_int()
     return (
         fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        *_weights(experts, latent, inner),
+        *_weights(experts, latent, held),
         fake(cutlass.Float32, (rows, top_k), 0, 16),
         *fake_plan(experts, top_k),
         fake(cutlass.BFloat16, (rows, latent), 1, 2),
@@ -181,7 +215,7 @@ def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequen
 
 
 def variants() -> list[Variant]:
-    """Both halves for every shape in `SHAPES`."""
+    """Both halves for every form in `FORMS`."""
     from verify_kernels.moe.humming.down import ExpertsDownKernel
     from verify_kernels.moe.humming.up import ExpertsUpKernel
 
@@ -192,11 +226,11 @@ def variants() -> list[Variant]:
     return [
         Variant(
             op="moe",
-            name=HummingBank.variant_name(half, shape),
-            kernel=kernel(*shape),
-            arguments=functools.partial(arguments, *shape),
+            name=_name(half, shape, held),
+            kernel=kernel(*shape, held),
+            arguments=functools.partial(arguments, *shape, held),
             max_registers=255,
         )
-        for shape in SHAPES
+        for shape, held in FORMS
         for half, kernel, arguments in halves
     ]

@@ -69,9 +69,10 @@ class ExpertsUpKernel:
 
     Args:
         latent: L, columns of the input, a multiple of 256 up to 3584, or 128.
-        inner: I, rows of gate and of up that the rank holds, a multiple of 64.
+        inner: I, rows of gate and of up, a multiple of 64.
         experts: E, experts that there are.
         top_k: K, a power of two.
+        held: rows of each that the layer has, I and then zeros, a multiple of 64.
     """
 
     pdl = True
@@ -88,7 +89,7 @@ class ExpertsUpKernel:
     )
     early_loads = ()
 
-    def __init__(self, latent: int, inner: int, experts: int, top_k: int):
+    def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
         self.experts = experts
         self.inner = inner
         self.k_bits = top_k.bit_length() - 1
@@ -101,8 +102,10 @@ class ExpertsUpKernel:
         self.ring = self.steps // halves
         self.scale_ring = self.groups // halves
         self.blocks = inner // ROWS
+        #: Where up begins.
+        self.up_block = held // ROWS
         #: Of both matrices, and of K.
-        self.rows = filled_rows(2 * inner)
+        self.rows = filled_rows(2 * held)
         self.expert_steps = filled_columns(latent) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         # Shared memory: two barriers; the warps' sums, twice; two places for the other
@@ -171,15 +174,7 @@ class ExpertsUpKernel:
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
         if thread == 0:
             for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(
-                    cute.make_ptr(
-                        cutlass.Int64,
-                        base + 8 * i,
-                        cute.AddressSpace.smem,
-                        assumed_align=8,
-                    ),
-                    SENDERS,
-                )
+                cute.arch.mbarrier_init(self.barrier(base + 8 * i), SENDERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
@@ -238,6 +233,11 @@ class ExpertsUpKernel:
             at = next_at
             scales_at = next_scales_at
 
+    def barrier(self, address):
+        return cute.make_ptr(
+            cutlass.Int64, address, cute.AddressSpace.smem, assumed_align=8
+        )
+
     @cute.jit
     def place(self, base, words, scales, item, there, rank, warp, lane):
         """Where a lane's blocks and scales of an item begin, or another's if that is
@@ -245,7 +245,7 @@ class ExpertsUpKernel:
         item = cutlass.select_(there, item, Int32(0))
         index = item // self.blocks
         expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
-        block = item - index * self.blocks + self.blocks * rank
+        block = item - index * self.blocks + self.up_block * rank
         step = Int64(expert) * self.expert_steps + self.steps * warp
         at = words.iterator.toint() + self.step_bytes * step
         at = at + BLOCK_BYTES * block + 16 * lane
@@ -337,7 +337,8 @@ class ExpertsUpKernel:
             ptx.store_remote_f32x4(there, own, barrier, 1 - rank)
             if (thread & 31) == 0:
                 ptx.arrive_remote_expecting(barrier, 1 - rank, INBOX // SENDERS)
-        ptx.wait_cluster(barrier, phase)
+        # Not acquired for the cluster, which would empty L1 of the tokens.
+        cute.arch.mbarrier_wait(self.barrier(barrier), phase)
         if (n >> 2) == rank:
             other = ptx.load_shared_f32x4(there)
             if n < count:
