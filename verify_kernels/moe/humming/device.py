@@ -4,7 +4,7 @@
 from cutlass import Float32
 
 from verify_kernels.common import ptx
-from verify_kernels.moe.device import STREAM
+from verify_kernels.moe.device import MASK, STREAM
 
 #: Sign and magnitude of two numbers in their places in a bf16, as signed words.
 SIGNS = 0x80008000 - 2**32
@@ -47,10 +47,11 @@ def factors(exponents, group):
 
 def weights_of(word, low, high):
     """The A registers of one mma: four pairs of bf16 weights of a word's eight."""
+    # A product with two powers of two is two shifts, and their sum.
     pairs = (
-        ((word << 12) & SIGNS) | ((word << 6) & MAGNITUDES),
-        ((word << 4) & SIGNS) | ((word >> 2) & MAGNITUDES),
-        ((word << 8) & SIGNS) | ((word << 2) & MAGNITUDES),
+        ((word & 0x000F000F) * 0x1040) & MASK,
+        (((word >> 2) & 0x03C003C0) * 0x0041) & MASK,
+        ((word & 0x00F000F0) * 0x0104) & MASK,
         (word & SIGNS) | ((word >> 6) & MAGNITUDES),
     )
     return [
