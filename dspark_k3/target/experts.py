@@ -17,7 +17,7 @@ from dspark_k3.target.scope import STOCK_EXPERTS
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.moe import ExpertPlan, HummingBank, moe_experts
 from verify_kernels.moe.humming.host import FORMS
-from verify_kernels.moe.humming.layout import ROWS
+from verify_kernels.moe.humming.layout import whole_blocks
 
 #: What a layer's half may have beside its weights.
 EXTRA = ("bias", "weight_scale_2", "zero_point")
@@ -85,7 +85,7 @@ def _rows(layer: Any) -> int:
     K3's and 64 of zeros."""
     rows = layer.moe_config.intermediate_size_per_partition_unpadded
     held: int = layer.intermediate_size_per_partition
-    return held if rows is None else min(-(-int(rows) // ROWS) * ROWS, held)
+    return held if rows is None else min(whole_blocks(rows), held)
 
 
 def differences(layer: Any) -> list[str]:

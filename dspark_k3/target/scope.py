@@ -20,6 +20,7 @@ from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
 from verify_kernels.moe.host import FORMS as ROUTES
 from verify_kernels.moe.humming.host import FORMS as EXPERTS
+from verify_kernels.moe.humming.layout import whole_blocks
 
 #: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
 #: and sm_103a too, which nobody has run.
@@ -30,8 +31,8 @@ STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
 STOCK_ROUTE = 'set "ops": {"moe_route": "stock"}'
 #: And for the experts themselves.
 STOCK_EXPERTS = 'set "ops": {"moe_experts": "stock"}'
-#: Rows of an expert that vLLM gives a rank at least, and what it has a multiple of.
-_LEAST_ROWS, _ROWS = 256, 64
+#: Rows of an expert that vLLM gives a rank at least.
+_LEAST_ROWS = 256
 #: What gives vLLM's slots back.
 SNAPSHOT_LAYOUT = 'set "kda_layout": "snapshot"'
 
@@ -182,7 +183,7 @@ def _routing(d: Deployment) -> str | None:
 
 
 def _experts(d: Deployment) -> str | None:
-    """A rank's share that our experts' kernels do not have, if they run it."""
+    """A rank's share that our experts' kernels do not have, if the experts are ours."""
     if _architecture(d) or not d.settings.ours("moe_experts"):
         return None
     experts = getattr(d.text, "num_experts", None)
@@ -191,7 +192,7 @@ def _experts(d: Deployment) -> str | None:
     rows = d.text.moe_intermediate_size // d.tp
     least = getattr(d.text, "min_moe_intermediate_per_partition", _LEAST_ROWS)
     held = max(rows, least) if d.tp > 1 else rows
-    rows, held = (-(-n // _ROWS) * _ROWS for n in (rows, held))
+    rows, held = whole_blocks(rows), whole_blocks(held)
     latent, top_k = d.text.routed_expert_hidden_size, d.text.num_experts_per_token
     if ((latent, rows, experts, top_k), held) in EXPERTS:
         return None

@@ -110,6 +110,12 @@ class Point:
         """Timings of everybody else."""
         return {k: t for k, t in self.timings.items() if k[0] != OURS}
 
+    def times(self) -> str:
+        """All of them in a line, shortest first: a table has the best peer only."""
+        order = sorted(self.timings.items(), key=lambda item: item[1].us)
+        found = ", ".join(f"{spell(key)} {timing.us:.2f}" for key, timing in order)
+        return f"{found} us"
+
     def red(self) -> Mapping[Key, list[str]]:
         """Our candidates with a red gate, and which."""
         found = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.bench.candidate import OURS, Key, Point, spell
+from experiments.bench.candidate import OURS, Key, Point
 from experiments.bench.experts_peers import HUMMING
 from experiments.bench.experts_ways import EXPERTS
 from experiments.bench.timing import FLOOR_RATE, floor_us
@@ -95,8 +95,6 @@ def lines(points: Iterable[Point]) -> Iterator[str]:
 
 
 def summaries(points: Iterable[Point]) -> Iterator[str]:
-    """All times of each point, shortest first: a table has the best peer only."""
+    """All times of each point."""
     for point in points:
-        order = sorted(point.timings.items(), key=lambda item: item[1].us)
-        times = ", ".join(f"{spell(key)} {timing.us:.2f}" for key, timing in order)
-        yield f"{_place(point)}: {times} us"
+        yield f"{_place(point)}: {point.times()}"

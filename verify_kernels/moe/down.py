@@ -34,7 +34,6 @@ from verify_kernels.moe.device import (
     no_words,
     product,
     put,
-    stage,
     word,
     zeros,
 )
@@ -47,8 +46,8 @@ from verify_kernels.moe.layout import (
     chunk_of,
     slots_of,
 )
+from verify_kernels.moe.second import THREADS, SecondHalf
 
-THREADS = 32 * WARPS
 #: Steps whose weights are on their way.
 DEPTH = 2
 #: Of a warp's sums, [row of the tile, token]: a row's pitch puts the lanes of a product
@@ -56,7 +55,7 @@ DEPTH = 2
 PITCH = MAX_ROWS + 8
 
 
-class ExpertsDownKernel:
+class ExpertsDownKernel(SecondHalf):
     """For any number of rows.
 
     Args:
@@ -66,37 +65,14 @@ class ExpertsDownKernel:
         top_k: K, a power of two.
     """
 
-    pdl = True
-    early_release = "dependents wait before they read what this kernel stores"
-    parameters = (
-        "x",
-        "words",
-        "scales",
-        "weights",
-        "experts",
-        "offsets",
-        "pairs",
-        "counts",
-        "out",
-    )
-    early_loads = ()
-
     def __init__(self, latent: int, inner: int, experts: int, top_k: int):
         self.latent = latent
-        self.inner = inner
-        self.experts = experts
-        self.top_k = top_k
-        self.k_bits = top_k.bit_length() - 1
         self.chunk = chunk_of(inner)
-        self.chunks = inner // (COLUMNS * self.chunk)
         self.slots = slots_of(self.chunk)
-        # Shared memory: the warps' sums; distinct experts, their offsets; pairs and
-        # their weights.
-        self.list_at = 4 * WARPS * ROWS * PITCH
-        self.offsets_at = self.list_at + 4 * experts
-        self.pairs_at = self.offsets_at + 4 * (experts + 1)
-        self.weights_at = self.pairs_at + 4 * MAX_ROWS * top_k
-        self.shared_bytes = self.weights_at + 4 * MAX_ROWS * top_k
+        # Shared memory: the warps' sums, then the lists.
+        super().__init__(
+            inner, experts, top_k, COLUMNS * self.chunk, 4 * WARPS * ROWS * PITCH
+        )
 
     @cute.jit
     def __call__(
@@ -147,32 +123,14 @@ class ExpertsDownKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        stage(base + self.list_at, experts, self.experts, thread, THREADS)
-        stage(base + self.offsets_at, offsets, self.experts + 1, thread, THREADS)
         rows = out.shape[0]
-        for i in cutlass.range(thread, rows << self.k_bits, THREADS, unroll=1):
-            pair = pairs[i]
-            put(base + self.pairs_at + 4 * i, pair)
-            # What is past the pairs that there are is no pair.
-            pair = cutlass.max(pair, Int32(0))
-            share = weights[pair >> self.k_bits, pair & (self.top_k - 1)]
-            put(base + self.weights_at + 4 * i, share, Float32)
+        self.stage_lists(base, experts, offsets, pairs, weights, rows, thread)
         sums = base + 4 * ROWS * PITCH * warp
         for i in cutlass.range(lane, ROWS * PITCH // 4, 32, unroll=1):
             ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
         cute.arch.sync_threads()
 
-        before = Int32(0)
-        own = Int32(0)
-        bound = warp * (self.experts // WARPS)
-        for i in cutlass.range(lane, used, 32, unroll=1):
-            over = word(base + self.list_at + 4 * i) - bound
-            before = before + Int32(over < 0)
-            own = own + Int32((over >= 0) & (over < self.experts // WARPS))
-        for offset in (16, 8, 4, 2, 1):
-            before = before + cute.arch.shuffle_sync_bfly(before, offset=offset)
-            own = own + cute.arch.shuffle_sync_bfly(own, offset=offset)
-
+        before, own = self.deal(base, used, lane, warp, WARPS)
         steps = own * self.chunks
         tiles = [cute.make_rmem_tensor((4 * self.chunk,), Int32) for _ in range(DEPTH)]
         exponents = [
@@ -238,33 +196,6 @@ class ExpertsDownKernel:
         """The t-th tile of a step, if it is there."""
         at = at + 16 * cute.arch.lane_idx()
         load_tile(tiles, t, at, Int32(there), old)
-
-    @cute.jit
-    def source(self, x, base, before, step, column, steps):
-        """Where this lane's h is, of a step's eight pairs from ``column`` on, and
-        whether it has one."""
-        lane = cute.arch.lane_idx()
-        there = step < steps
-        step = cutlass.select_(there, step, Int32(0))
-        index = cutlass.select_(there, before + step // self.chunks, Int32(0))
-        begin = word(base + self.offsets_at + 4 * index)
-        count = word(base + self.offsets_at + 4 * index + 4) - begin
-        own = column + (lane >> 2)
-        live = there & (own < count)
-        own = cutlass.select_(live, begin + own, Int32(0))
-        pair = cutlass.max(word(base + self.pairs_at + 4 * own), Int32(0))
-        at = x.iterator.toint() + Int64(2 * self.inner) * pair + 32 * (lane & 3)
-        return at + 2 * COLUMNS * self.chunk * (step % self.chunks), Int32(live)
-
-    @cute.jit
-    def fetch(self, tokens, t, row, live):
-        """32 bytes of this lane's h for the t-th tile, or zeros."""
-        for half in cutlass.range_constexpr(2):
-            loaded = ptx.load_global_128_if(
-                row, live, 2 * COLUMNS * t + 16 * half, no_words()
-            )
-            for j in cutlass.range_constexpr(4):
-                tokens[8 * t + 4 * half + j] = loaded[j]
 
     @cute.jit
     def multiply(self, tiles, exponents, tokens, at, goes, row, live):

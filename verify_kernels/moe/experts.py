@@ -15,7 +15,12 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.checks import Argument, check_all
 from verify_kernels.common.variant import Variant, cached, device_arch, fake
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe.host import ExpertPlan, fake_plan, multiprocessors
+from verify_kernels.moe.host import (
+    ExpertPlan,
+    down_arguments,
+    multiprocessors,
+    up_arguments,
+)
 from verify_kernels.moe.humming import host as humming
 from verify_kernels.moe.humming.host import HummingBank
 from verify_kernels.moe.layout import (
@@ -131,45 +136,26 @@ class ExpertBank:
         return CTAS_PER_SM * multiprocessors(device)
 
 
-def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
+def _weights(lead: tuple[int, ...], run: int) -> list[Any]:
+    """Fake words and scales of runs of tiles."""
     import cutlass
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
 
+    return [
+        fake(cutlass.Int32, (*lead, run, 128), 0, 16),
+        fake(cutlass.Int16, (*lead, 16, slots_of(run)), 0, 16),
+    ]
+
+
+def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
     run = -(-latent // COLUMNS // WARPS)
-    blocks = 2 * inner // ROWS
-    return (
-        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 16),
-        fake(cutlass.Int32, (experts, blocks, WARPS, run, 128), 0, 16),
-        fake(cutlass.Int16, (experts, blocks, WARPS, 16, slots_of(run)), 0, 16),
-        *fake_plan(experts, top_k),
-        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        cutlass.Float32(0.0),
-        cutlass.Float32(0.0),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    weights = _weights((experts, 2 * inner // ROWS, WARPS), run)
+    return up_arguments(weights, latent, inner, experts, top_k)
 
 
 def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
-    import cutlass
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
-
     chunk = chunk_of(inner)
     lead = (experts, latent // ROWS, inner // COLUMNS // chunk)
-    rows = cute.sym_int()
-    return (
-        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        fake(cutlass.Int32, (*lead, chunk, 128), 0, 16),
-        fake(cutlass.Int16, (*lead, 16, slots_of(chunk)), 0, 16),
-        fake(cutlass.Float32, (rows, top_k), 0, 16),
-        *fake_plan(experts, top_k),
-        fake(cutlass.BFloat16, (rows, latent), 1, 2),
-        cutlass.Int32(0),
-        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    return down_arguments(_weights(lead, chunk), latent, inner, experts, top_k)
 
 
 def variants() -> list[Variant]:

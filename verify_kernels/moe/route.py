@@ -31,8 +31,8 @@ INFINITY_BITS = 0x7F800000
 #: Below every key; that of NaN, above all others.
 NONE = -(2**31)
 NAN_KEY = INFINITY_BITS + 1
-#: No integer is above it, so neither is what other kernels left in shared memory, of
-#: which the tensor cores' NaN, 0x7FFFFFFF, is the largest.
+#: No integer is above it, so neither is what other kernels left in shared memory: the
+#: tensor cores' NaN is 0x7FFFFFFF.
 LARGEST = 2**31 - 1
 #: Experts of a warp and of a group whose largest key is taken.
 SPAN = 128

@@ -28,7 +28,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
-from verify_kernels.moe.device import PAIRS, no_words, put, stage, word
+from verify_kernels.moe.device import PAIRS, no_words, put, word
 from verify_kernels.moe.humming.device import (
     TILES,
     factors,
@@ -46,9 +46,9 @@ from verify_kernels.moe.humming.layout import (
     filled_columns,
     filled_rows,
 )
+from verify_kernels.moe.layout import WARPS
+from verify_kernels.moe.second import THREADS, SecondHalf
 
-WARPS = 8
-THREADS = 32 * WARPS
 CTAS = 2
 #: Parts that the experts are dealt out in.
 PARTS = CTAS * WARPS
@@ -67,7 +67,7 @@ def chunk_of(inner: int) -> int:
     return 8 if inner % (8 * COLUMNS) == 0 else 4
 
 
-class ExpertsDownKernel:
+class ExpertsDownKernel(SecondHalf):
     """For any number of rows.
 
     Args:
@@ -78,43 +78,25 @@ class ExpertsDownKernel:
         held: columns that the layer has, I and then zeros.
     """
 
-    pdl = True
-    early_release = "dependents wait before they read what this kernel stores"
-    parameters = (
-        "x",
-        "words",
-        "scales",
-        "weights",
-        "experts",
-        "offsets",
-        "pairs",
-        "counts",
-        "out",
-    )
-    early_loads = ()
-
     def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
         self.latent = latent
-        self.inner = inner
-        self.experts = experts
-        self.top_k = top_k
-        self.k_bits = top_k.bit_length() - 1
         self.chunk = chunk_of(inner)
-        self.chunks = inner // (COLUMNS * self.chunk)
         self.groups = self.chunk // STEPS_OF_GROUP
         self.rows = filled_rows(latent)
         self.expert_steps = filled_columns(held) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         self.sum_bytes = 4 * MAX_ROWS * PITCH
-        # Shared memory: a barrier; the warps' sums; what the other CTA sends; distinct
-        # experts, their offsets; pairs and their weights.
+        # Shared memory: a barrier; the warps' sums; what the other CTA sends; the
+        # lists.
         self.sums_at = 16
         self.inbox_at = self.sums_at + WARPS * self.sum_bytes
-        self.list_at = self.inbox_at + 4 * MAX_ROWS * HALF
-        self.offsets_at = self.list_at + 4 * experts
-        self.pairs_at = self.offsets_at + 4 * (experts + 1)
-        self.weights_at = self.pairs_at + 4 * MAX_ROWS * top_k
-        self.shared_bytes = self.weights_at + 4 * MAX_ROWS * top_k
+        super().__init__(
+            inner,
+            experts,
+            top_k,
+            COLUMNS * self.chunk,
+            self.inbox_at + 4 * MAX_ROWS * HALF,
+        )
 
     @cute.jit
     def __call__(
@@ -177,31 +159,13 @@ class ExpertsDownKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        stage(base + self.list_at, experts, self.experts, thread, THREADS)
-        stage(base + self.offsets_at, offsets, self.experts + 1, thread, THREADS)
-        for i in cutlass.range(thread, rows << self.k_bits, THREADS, unroll=1):
-            pair = pairs[i]
-            put(base + self.pairs_at + 4 * i, pair)
-            # What is past the pairs that there are is no pair.
-            pair = cutlass.max(pair, Int32(0))
-            share = weights[pair >> self.k_bits, pair & (self.top_k - 1)]
-            put(base + self.weights_at + 4 * i, share, Float32)
+        self.stage_lists(base, experts, offsets, pairs, weights, rows, thread)
         sums = base + self.sums_at + self.sum_bytes * warp
         for i in cutlass.range(lane, rows * (PITCH // 4), 32, unroll=1):
             ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
         cute.arch.sync_threads()
 
-        before = Int32(0)
-        own = Int32(0)
-        bound = (rank * WARPS + warp) * (self.experts // PARTS)
-        for i in cutlass.range(lane, used, 32, unroll=1):
-            over = word(base + self.list_at + 4 * i) - bound
-            before = before + Int32(over < 0)
-            own = own + Int32((over >= 0) & (over < self.experts // PARTS))
-        for offset in (16, 8, 4, 2, 1):
-            before = before + cute.arch.shuffle_sync_bfly(before, offset=offset)
-            own = own + cute.arch.shuffle_sync_bfly(own, offset=offset)
-
+        before, own = self.deal(base, used, lane, rank * WARPS + warp, PARTS)
         steps = own * self.chunks
         held = [cute.make_rmem_tensor((4 * self.chunk,), Int32) for _ in range(DEPTH)]
         exponents = [
@@ -219,7 +183,7 @@ class ExpertsDownKernel:
                 request_scales(
                     exponents[d], t, scales_at, self.rows * t, Int32(live), ()
                 )
-        row, there = self.source(x, base, before, Int32(0), Int32(0), steps, lane)
+        row, there = self.source(x, base, before, Int32(0), Int32(0), steps)
         for i in cutlass.range_constexpr(self.chunk // BLOCKS_OF_READ):
             self.fetch(tokens, i, row, there)
         for first in cutlass.range(0, steps, DEPTH, unroll=1):
@@ -239,9 +203,7 @@ class ExpertsDownKernel:
                         again = column + PAIRS < count
                         then = cutlass.select_(again, step, step + 1)
                         beside = cutlass.select_(again, column + PAIRS, Int32(0))
-                        row, there = self.source(
-                            x, base, before, then, beside, steps, lane
-                        )
+                        row, there = self.source(x, base, before, then, beside, steps)
                         goes = Int32(more & (column + PAIRS >= count))
                         acc = self.multiply(
                             held[d], exponents[d], tokens, at, scales_at, goes, row,
@@ -266,31 +228,6 @@ class ExpertsDownKernel:
         at = at + BLOCK_BYTES * group + 16 * lane
         scales_at = scales.iterator.toint() + self.rows * (first >> 1)
         return at, scales_at + ROWS * group + 8 * (lane >> 2)
-
-    @cute.jit
-    def source(self, x, base, before, step, column, steps, lane):
-        """Where this lane's h is, of a step's eight pairs from ``column`` on, and
-        whether it has one."""
-        there = step < steps
-        step = cutlass.select_(there, step, Int32(0))
-        index = cutlass.select_(there, before + step // self.chunks, Int32(0))
-        begin = word(base + self.offsets_at + 4 * index)
-        count = word(base + self.offsets_at + 4 * index + 4) - begin
-        own = column + (lane >> 2)
-        live = there & (own < count)
-        own = cutlass.select_(live, begin + own, Int32(0))
-        pair = cutlass.max(word(base + self.pairs_at + 4 * own), Int32(0))
-        at = x.iterator.toint() + Int64(2 * self.inner) * pair + 32 * (lane & 3)
-        return at + 2 * COLUMNS * self.chunk * (step % self.chunks), Int32(live)
-
-    @cute.jit
-    def fetch(self, tokens, i, row, live):
-        """32 bytes of this lane's h, for four blocks, or zeros."""
-        size = 2 * COLUMNS * BLOCKS_OF_READ
-        for half in cutlass.range_constexpr(2):
-            loaded = ptx.load_global_128_if(row, live, size * i + 16 * half, no_words())
-            for j in cutlass.range_constexpr(4):
-                tokens[8 * i + 4 * half + j] = loaded[j]
 
     @cute.jit
     def multiply(self, held, exponents, tokens, at, scales_at, goes, row, live):

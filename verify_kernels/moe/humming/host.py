@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant, fake
-from verify_kernels.moe.host import fake_plan, multiprocessors
+from verify_kernels.moe.host import down_arguments, multiprocessors, up_arguments
 from verify_kernels.moe.humming.layout import (
     BLOCK_BYTES,
     COLUMNS,
@@ -124,10 +123,6 @@ class HummingBank:
             check_scales(blocks)
         return bank
 
-    def bytes(self) -> int:
-        """Of all weights and scales."""
-        return self.up.bytes() + self.down.bytes()
-
     def _check_filling(self) -> None:
         """Raise ValueError unless h would be 0 in the rows that are not computed."""
         first, last, up = (n // ROWS for n in (self.inner, self.held, 2 * self.held))
@@ -178,40 +173,15 @@ def _name(half: str, shape: Shape, held: int) -> str:
 def _up_arguments(
     latent: int, inner: int, experts: int, top_k: int, held: int
 ) -> Sequence[Any]:
-    import cutlass
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
-
-    return (
-        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 16),
-        *_weights(experts, 2 * held, latent),
-        *fake_plan(experts, top_k),
-        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        cutlass.Float32(0.0),
-        cutlass.Float32(0.0),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    weights = _weights(experts, 2 * held, latent)
+    return up_arguments(weights, latent, inner, experts, top_k)
 
 
 def _down_arguments(
     latent: int, inner: int, experts: int, top_k: int, held: int
 ) -> Sequence[Any]:
-    import cutlass
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
-
-    rows = cute.sym_int()
-    return (
-        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        *_weights(experts, latent, held),
-        fake(cutlass.Float32, (rows, top_k), 0, 16),
-        *fake_plan(experts, top_k),
-        fake(cutlass.BFloat16, (rows, latent), 1, 2),
-        cutlass.Int32(0),
-        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    weights = _weights(experts, latent, held)
+    return down_arguments(weights, latent, inner, experts, top_k)
 
 
 def variants() -> list[Variant]:

@@ -84,13 +84,10 @@ class Blocks:
             )
         return cls(weight.unflatten(2, (-1, 128)), scale.view(torch.uint8))
 
-    def bytes(self) -> int:
-        """Of both."""
-        return self.words.nbytes + self.scales.nbytes
 
-    def largest_scale(self) -> int:
-        """The largest scale's byte; the kernels take up to `LARGEST_SCALE`."""
-        return int(self.scales.max())
+def whole_blocks(rows: int) -> int:
+    """Rows of gate that vLLM makes of these."""
+    return -(-rows // ROWS) * ROWS
 
 
 def filled_rows(rows: int) -> int:
@@ -140,7 +137,7 @@ def pack(weight: Mxfp4) -> Blocks:
 
 def check_scales(blocks: Blocks) -> None:
     """Raise ValueError for a scale that the kernels do not compute."""
-    if (largest := blocks.largest_scale()) > LARGEST_SCALE:
+    if (largest := int(blocks.scales.max())) > LARGEST_SCALE:
         raise ValueError(
             f"a scale byte is {largest}; the kernels take scales up to "
             f"2^{LARGEST_SCALE - 127}, byte {LARGEST_SCALE}, and no NaN"

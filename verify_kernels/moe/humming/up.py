@@ -50,8 +50,8 @@ from verify_kernels.moe.humming.layout import (
     filled_columns,
     filled_rows,
 )
+from verify_kernels.moe.layout import WARPS
 
-WARPS = 8
 THREADS = 32 * WARPS
 #: Rows of the sums of a pair: lanes of a store, and quads of a load, meet all banks.
 PITCH = ROWS + 4
