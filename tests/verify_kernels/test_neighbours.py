@@ -11,6 +11,9 @@ from experiments.bench.neighbours import STALE, neighbours
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+#: To find a word before another process's turn.
+ATTEMPTS = 50
+
 
 def test_words_are_nan_and_one_is_the_largest_integer() -> None:
     words = np.array(STALE, np.uint32)
@@ -67,7 +70,13 @@ def test_kernels_find_the_word_in_all_of_shared_memory() -> None:
     leave, tell = stale_kernel.compiled(arch), shared_kernel.compiled(arch)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     found = torch.zeros(sms, shared_kernel.BYTES // 4, dtype=torch.int32, device="cuda")
-    for word in (5, 2**31 - 1, -1):
+
+    def all_found(word: int) -> bool:
         leave(torch.tensor([word], dtype=torch.int32, device="cuda"), sms)
         tell(found)
-        assert (found == word).all()
+        return bool((found == word).all())
+
+    # Another process's turn between the two launches seems to clear shared memory: in
+    # one of two runs beside other processes every word was 0 (H200, 2026-11-30).
+    for word in (5, 2**31 - 1, -1):
+        assert any(all_found(word) for _ in range(ATTEMPTS)), word
