@@ -101,6 +101,33 @@ def load_shared_f32x2(address, offset=0, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def load_matrices(address, offset=0, count=4, *, loc=None, ip=None):
+    """``count`` (2 or 4) 8x8 matrices of 16-bit elements from shared memory, by the
+    whole warp: ldmatrix. As many Int32. Clobber.
+
+    ``address`` is the 32-bit shared address of this lane's row: lane l gives row l & 7
+    of matrix l >> 3. A row is 16 bytes, aligned to 16; any pitch. With two matrices the
+    addresses of lanes 0 .. 15 count. Register i has of matrix i row lane >> 2, elements
+    2 (lane & 3) and the next: for B's columns as rows and matrices along k, the B
+    operand of `mma_16816`.
+    """
+    i32 = T.i32()
+    places = ",".join(f"${i}" for i in range(count))
+    out = asm(
+        llvm.StructType.get_literal([i32] * count),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ldmatrix.sync.aligned.m8n8.x{count}.shared.b16 {{{places}}}, "
+        f"[${count}+{offset}];",
+        "=r," * count + "r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return _values(out, count, i32, Int32, loc, ip)
+
+
+@dsl_user_op
 def load_global_128(address, offset=0, *, loc=None, ip=None):
     """16 bytes of global memory that any earlier kernel may have written. Clobber."""
     return _load("global", 4, Int32, Int64(address), offset, loc, ip)

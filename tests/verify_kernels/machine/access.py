@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,43 @@ def _load(decoder: Decoder, ins: Instruction) -> Decoded:
         warp.issue(space, registers, come)
 
     return Decoded(run)
+
+
+_MATRICES = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([24])\.shared(?:::cta)?\.b16")
+
+
+def _load_matrices(decoder: Decoder, ins: Instruction) -> Decoded:
+    """Matrices of 8 rows, 16 bytes each: lane 8 i + r reads row r of matrix i, whose
+    words come to lanes 4 r .. 4 r + 3, in register i."""
+    found = _MATRICES.fullmatch(ins.opcode)
+    if found is None:
+        raise decoder.refuse("the machine does not know this form of ldmatrix")
+    count = int(found[1])
+    targets = decoder.rows(ins.operands[0], "b32")
+    if len(set(targets)) != count or len(targets) != count:
+        raise decoder.refuse(f"it takes {count} registers")
+    address = decoder.address(ins.operands[1], 32)
+    registers = decoder.named(ins.operands[:1])
+    readers = np.arange(32) < 8 * count
+
+    def run(warp: Warp, lanes: Lanes) -> None:
+        warp.require_all()
+        if lanes is not None:
+            raise Fault("some lanes of the warp do not run it")
+        places = _places(warp, 32, address, readers)
+        fetch, order = warp.cta.shared.reader(places, 4, 4), warp.cta.cluster.order
+        read = None if order is None else order.read(warp, readers, places, 16)
+
+        def come() -> None:
+            if order is not None and read is not None:
+                order.came(warp, read)
+            words = fetch().reshape(count, 32)
+            for row, values in zip(targets, words, strict=True):
+                warp.rows["b32"][row][:] = values
+
+        warp.issue("shared", registers, come)
+
+    return Decoded(run, together=True)
 
 
 def _load_parameter(
@@ -447,6 +485,7 @@ def _fence(decoder: Decoder, ins: Instruction) -> Decoded:
 
 BUILDERS: dict[str, Build] = {
     "ld": _load,
+    "ldmatrix": _load_matrices,
     "st": _store,
     "cp": _copy,
     "mapa": _map,

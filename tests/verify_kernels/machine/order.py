@@ -16,6 +16,8 @@ knows of those. A lane learns
     by bar.warp.sync             what the others have done and knew; but it does not
                                  pass on what they have done
 
+ldmatrix reads a row for the lane that gives its address, whoever gets the words.
+
 What a lane has started to copy (cp.async) nobody may touch until it has waited for the
 copy; then it is a store of that lane.
 
