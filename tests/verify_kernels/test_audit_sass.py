@@ -21,6 +21,7 @@ ARRIVE_REMOTE = "SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R2+URZ], RZ"
 ANNOUNCE = "SYNCS.ARRIVE.TRANS64 RZ, [R2+URZ], R3"
 TRY = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2+URZ], R3"
 LOAD = "LDS.128 R8, [R4]"
+MATRICES = "LDSM.16.M88.4 R8, [R4]"
 
 
 def listing(*program: str) -> Code:
@@ -64,16 +65,17 @@ def test_control_bits_are_decoded() -> None:
     assert guarded.scoreboard is None and guarded.address == 16
 
 
+@pytest.mark.parametrize("load", [LOAD, MATRICES])
 @pytest.mark.parametrize("arrive", [ARRIVE, ARRIVE_REMOTE, ANNOUNCE])
-def test_a_load_under_way_at_an_arrival_is_found(arrive: str) -> None:
-    assert early(listing(f"{LOAD} <2", arrive, "EXIT")) == ["0x0"]
-    assert early(listing(f"{LOAD} <2", f"{arrive} ?2", "EXIT")) == []
-    assert early(listing(f"{LOAD} <2", "MOV R3, R8 ?2", arrive, "EXIT")) == []
+def test_a_load_under_way_at_an_arrival_is_found(arrive: str, load: str) -> None:
+    assert early(listing(f"{load} <2", arrive, "EXIT")) == ["0x0"]
+    assert early(listing(f"{load} <2", f"{arrive} ?2", "EXIT")) == []
+    assert early(listing(f"{load} <2", "MOV R3, R8 ?2", arrive, "EXIT")) == []
     # Another scoreboard, or the right one too late.
-    assert early(listing(f"{LOAD} <2", f"{arrive} ?013", "EXIT")) == ["0x0"]
-    assert early(listing(f"{LOAD} <2", arrive, "MOV R3, R8 ?2", "EXIT")) == ["0x0"]
+    assert early(listing(f"{load} <2", f"{arrive} ?013", "EXIT")) == ["0x0"]
+    assert early(listing(f"{load} <2", arrive, "MOV R3, R8 ?2", "EXIT")) == ["0x0"]
     # A wait from before the load says nothing of it.
-    assert early(listing("MOV R3, R4 ?2", f"{LOAD} <2", arrive, "EXIT")) == ["0x10"]
+    assert early(listing("MOV R3, R4 ?2", f"{load} <2", arrive, "EXIT")) == ["0x10"]
 
 
 def test_a_load_that_never_runs_is_none() -> None:
@@ -83,16 +85,20 @@ def test_a_load_that_never_runs_is_none() -> None:
     assert early(listing(never.replace("!PT", "!P0"), ARRIVE, "EXIT")) == ["0x0"]
 
 
-def test_loads_return_in_order_so_the_last_ones_scoreboard_is_enough() -> None:
-    assert early(listing(LOAD, f"{LOAD} <1", f"{ARRIVE} ?1", "EXIT")) == []
+@pytest.mark.parametrize("first", [LOAD, MATRICES])
+@pytest.mark.parametrize("last", [LOAD, MATRICES])
+def test_loads_return_in_order_so_the_last_ones_scoreboard_is_enough(
+    first: str, last: str
+) -> None:
+    assert early(listing(first, f"{last} <1", f"{ARRIVE} ?1", "EXIT")) == []
     # But not for a load after it, nor through one that may not have been issued, nor
-    # for loads that are not plain LDS.
-    assert early(listing(f"{LOAD} <1", LOAD, f"{ARRIVE} ?1", "EXIT")) == ["0x10"]
-    assert early(listing(LOAD, f"@P1 {LOAD} <1", f"{ARRIVE} ?1", "EXIT")) == ["0x0"]
-    for other in ("LDSM.16.M88.4 R8, [R4]", "ATOMS.ADD R8, [R4], R3"):
-        assert early(listing(other, f"{LOAD} <1", f"{ARRIVE} ?1")) == ["0x0"]
-        assert early(listing(LOAD, f"{other} <1", f"{ARRIVE} ?1")) == ["0x0"]
-        assert early(listing(f"{other} <1", f"{ARRIVE} ?1")) == []
+    # for loads of other kinds.
+    assert early(listing(f"{first} <1", last, f"{ARRIVE} ?1", "EXIT")) == ["0x10"]
+    assert early(listing(first, f"@P1 {last} <1", f"{ARRIVE} ?1", "EXIT")) == ["0x0"]
+    other = "ATOMS.ADD R8, [R4], R3"
+    assert early(listing(other, f"{last} <1", f"{ARRIVE} ?1")) == ["0x0"]
+    assert early(listing(first, f"{other} <1", f"{ARRIVE} ?1")) == ["0x0"]
+    assert early(listing(f"{other} <1", f"{ARRIVE} ?1")) == []
 
 
 def test_every_path_to_an_arrival_counts() -> None:
@@ -133,8 +139,9 @@ def test_reconvergence_calls_and_uniform_branches_are_followed() -> None:
 
 
 def test_a_load_after_an_arrival_needs_a_wait_between() -> None:
-    (finding,) = check_slots(listing(ARRIVE, f"{LOAD} <2", "EXIT"))
-    assert finding.startswith(f"{LOAD} at 0x10 may follow an arrival with no wait")
+    for load in (LOAD, MATRICES):
+        (finding,) = check_slots(listing(ARRIVE, f"{load} <2", "EXIT"))
+        assert finding.startswith(f"{load} at 0x10 may follow an arrival with no wait")
     assert check_slots(listing(ARRIVE, TRY, f"{LOAD} <2", "EXIT")) == []
     # A wait that may be skipped is none; who announces bytes may read another slot.
     assert len(check_slots(listing(ARRIVE, f"@P1 {TRY}", f"{LOAD} <2", "EXIT"))) == 1
@@ -251,6 +258,30 @@ def test_where_a_load_reads_is_known_or_said_not_to_be(
 
 
 @pytest.mark.parametrize(
+    ("load", "size"),
+    [("LDS", 4), ("LDS.U8", 4), ("LDS.64", 8), ("LDS.128", 16), ("LDSM.16.M88.4", 16),
+     ("LDSM.16.M88.2", 16), ("LDSM.16.MT88.4", 16), ("LDSM.U4TO8.M816.2", 0)],
+)  # fmt: skip
+def test_how_many_bytes_a_load_reads(load: str, size: int) -> None:
+    """Of matrices every lane's row; in a form that nobody has looked up, no bytes are
+    known."""
+    code = listing(*RESIDENT, f"{load} R8, [R4+URZ+0x2000] <2", ARRIVE, "EXIT")
+    region = (0x2000, 0x2700 + size)
+    assert list(shared_addresses(code).values()) == ([region] if size else [])
+    assert early(code, kept=[region]) == ([] if size else ["0x60"])
+    assert early(code, kept=[(0x2000, 0x2700 + size - 1)]) == ["0x60"]
+
+
+def test_matrices_take_four_registers() -> None:
+    load = "LDS.128 R8, [R4+URZ+0x2000] <2"
+    for first, known in (("R0", True), ("R1", False), ("R4", False), ("R5", True)):
+        matrices = f"LDSM.16.M88.4 {first}, [R4]"
+        code = listing(*RESIDENT, matrices, load)
+        index = len(RESIDENT) + 1
+        assert (index in shared_addresses(code)) == known
+
+
+@pytest.mark.parametrize(
     ("product", "known"),
     [("64x8x16.F32 R5", True), ("64x8x16.F32 R1", False), ("64x16x16.F32 R252", True),
      ("64x16x16.F32 R0", False), ("SP R0", False)],
@@ -326,12 +357,12 @@ def tools(compiler: None) -> None:
         pytest.skip(str(error))
 
 
-def ring(after: str, arch: str) -> Any:
+def ring(after: str, arch: str, matrices: bool = False) -> Any:
     from tests.verify_kernels.planted.base import planted
     from tests.verify_kernels.planted.slots import Ring
     from verify_kernels.audit import audit
 
-    return audit(planted(Ring(after)), arch)
+    return audit(planted(Ring(after, matrices)), arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -356,6 +387,18 @@ def test_rings_that_hand_back_by_order_or_before_reading_are_caught(
 ) -> None:
     assert any(" is under way" in f for f in ring("order", "sm_90a").findings)
     findings = ring("early", "sm_90a").findings
+    assert len([f for f in findings if "may follow an arrival" in f]) == 8
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_ring_that_is_read_with_ldmatrix_is_audited_alike(
+    arch: str, tools: None
+) -> None:
+    report = ring("sums", arch, matrices=True)
+    assert report.findings == () and report.arrivals == 2
+    order = ring("order", arch, matrices=True).findings
+    assert order and all(" is under way" in f and "LDSM.16" in f for f in order)
+    findings = ring("early", arch, matrices=True).findings
     assert len([f for f in findings if "may follow an arrival" in f]) == 8
 
 

@@ -39,6 +39,8 @@ _MULTIPLY_ADD = frozenset(
     "IMAD" + kind
     for kind in ("", ".MOV", ".MOV.U32", ".U32", ".SHL", ".SHL.U32", ".IADD")
 )
+#: ldmatrix: 16 bytes at the address of every lane.
+_MATRICES = re.compile(r"LDSM\.16\.MT?88\.[24]")
 _TRUE = ("PT", "UPT")
 _EXTREMES = {"PT": min, "UPT": min, "!PT": max, "!UPT": max}
 #: How often an interval may grow where paths meet before it is given up.
@@ -73,10 +75,12 @@ def shared_addresses(code: Code) -> dict[int, Region]:
     found = {}
     for index, state in _states(code).items():
         ins = code.instructions[index]
-        if ins.head == "LDS":
+        matrices = _MATRICES.fullmatch(ins.opcode)
+        if ins.head == "LDS" or matrices:
             address = _address(state, ins.operands[1])
             if address.kind == "shared":
-                size = next((n for n in (128, 64) if f".{n}" in ins.opcode), 32) // 8
+                wide = next((n for n in (128, 64) if f".{n}" in ins.opcode), 32)
+                size = 16 if matrices else wide // 8
                 found[index] = (
                     address.low - _DYNAMIC,
                     address.high - _DYNAMIC + size,

@@ -18,8 +18,9 @@ the next slot before it hands this one back.
 
 It rests on this:
 
-- plain LDS of a warp return in the order of issue. ptxas counts on it: of a run of
-  loads it often gives only the last a scoreboard;
+- LDS and LDSM (ldmatrix) of a warp, unless under a guard, return in the order of
+  issue. ptxas counts on it: of a run of loads, of both kinds too, it often gives only
+  the last a scoreboard (12.9 and 13.0, sm_90a and sm_100a);
 - a scoreboard is clear when everything issued with it has returned, so waiting for it
   covers the loads issued with it earlier;
 - a wgmma reads shared memory until its group has been waited for: by a ``DEPBAR`` for
@@ -44,6 +45,8 @@ from verify_kernels.audit.sass import Code, Instruction
 
 _PRODUCT = re.compile(r"[HQIB]GMMA")
 _LOAD = re.compile(rf"LDS|LDSM|ATOMS|LD|ATOM|{_PRODUCT.pattern}")
+#: Loads that return in the order of issue, whichever of them.
+_IN_ORDER = frozenset(("LDS", "LDSM"))
 #: Read shared memory behind the scoreboards' back: tcgen05, bulk stores.
 _ASYNCHRONOUS = re.compile(r"DGMMA|UTC\w+|UTMAST\w*|UTMARED\w*|UBLKRED")
 #: Stands for the closed groups of wgmma where the six scoreboards do.
@@ -148,9 +151,9 @@ def _issue(code: Code, index: int, pending: Pending) -> Pending:
             for i, shown in pending.items()
         }
     own = frozenset(() if ins.scoreboard is None else (ins.scoreboard,))
-    if ins.head == "LDS" and not ins.guard:
+    if ins.head in _IN_ORDER and not ins.guard:
         pending = {
-            i: shown | own if code.instructions[i].head == "LDS" else shown
+            i: shown | own if code.instructions[i].head in _IN_ORDER else shown
             for i, shown in pending.items()
         }
     return pending | {index: own}

@@ -23,12 +23,15 @@ class Ring(Planted):
         "word"   after one word of the last load in program order
         "order"  after all loads in program order, depending on none
         "early"  before the loads
+
+    With ``matrices`` it is read with ldmatrix, a product's operand at a time.
     """
 
     shared_bytes = launched_with_shared = 128 + STAGES * SLOT
 
-    def __init__(self, after):
+    def __init__(self, after, matrices=False):
         self.after = after
+        self.matrices = matrices
 
     @cute.kernel
     def kernel(self, w: cute.Tensor, x: cute.Tensor, y: cute.Tensor):
@@ -94,15 +97,13 @@ class Ring(Planted):
             if lane == 0:
                 cute.arch.mbarrier_arrive(self.barrier(empty))
             cute.arch.sync_warp()
-        at = slot + lane // 4 * PITCH + lane % 4 * 16
         word = Int32(0)
         for c in cutlass.range_constexpr(CHUNKS):
-            low = ptx.load_shared_128(at, 64 * c)
-            high = ptx.load_shared_128(at, 64 * c + 8 * PITCH)
-            word = high[3]
+            operands = self.operands(slot, lane, c)
+            word = operands[1][3]
             for h in cutlass.range_constexpr(2):
                 d = ptx.mma_16816(
-                    (low[2 * h], high[2 * h], low[2 * h + 1], high[2 * h + 1]),
+                    operands[h],
                     (held[c][2 * h], held[c][2 * h + 1]),
                     tuple(acc[i] for i in range(4)),
                 )
@@ -115,3 +116,18 @@ class Ring(Planted):
                 ptx.arrive_after(empty, word, zero)
             elif const_expr(self.after == "order"):
                 cute.arch.mbarrier_arrive(self.barrier(empty))
+
+    @cute.jit
+    def operands(self, slot, lane, c):
+        if const_expr(self.matrices):
+            at = slot + lane % 16 * PITCH + lane // 16 * 16 + 64 * c
+            operands = (ptx.load_matrices(at), ptx.load_matrices(at, 32))
+        else:
+            at = slot + lane // 4 * PITCH + lane % 4 * 16
+            low = ptx.load_shared_128(at, 64 * c)
+            high = ptx.load_shared_128(at, 64 * c + 8 * PITCH)
+            operands = (
+                (low[0], high[0], low[1], high[1]),
+                (low[2], high[2], low[3], high[3]),
+            )
+        return operands
