@@ -43,6 +43,7 @@ class Half:
     ctas: int
     clusters: int = 0
     columns: int = 0
+    given: int = 4
 
     def grid(self, latent: int) -> int:
         return self.ctas * (self.clusters or latent // self.columns)
@@ -54,8 +55,14 @@ HALVES = {
         Half(down.ExpertsDownKernel, experts._down_arguments, 1, columns=16),
     ),
     HummingBank: (
-        Half(humming_up.ExpertsUpKernel, humming._up_arguments, 2, clusters=3),
-        Half(humming_down.ExpertsDownKernel, humming._down_arguments, 2, columns=64),
+        Half(humming_up.ExpertsUpKernel, humming._up_arguments, 2, clusters=3, given=5),
+        Half(
+            humming_down.ExpertsDownKernel,
+            humming._down_arguments,
+            2,
+            columns=64,
+            given=5,
+        ),
     ),
 }
 KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.__name__)
@@ -65,7 +72,7 @@ KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.__name__)
 def compiled(half: Half, *form: int) -> tuple[Any, str]:
     """A half's kernel and PTX."""
     kernel = half.kernel(*form)
-    made = functools.partial(half.arguments, *form)
+    made = functools.partial(half.arguments, *form[: half.given])
     return kernel, kernels.ptx_of(Variant("moe", "half", kernel, made))
 
 
@@ -79,13 +86,16 @@ def run(
     out: Tensor,
     *,
     seed: int = 0,
+    most: int = 0,
 ) -> None:
-    """Both launches."""
+    """Both launches; ``most``: rows of the kernel of the second half, if not the one
+    that would be taken."""
     rows = latent.shape[:1]
     first = {
         "x": (latent, rows, latent.stride()[:1]),
         "words": (bank.up.words, (), ()),
         "scales": (bank.up.scales, (), ()),
+        "weights": (shares, rows, ()),
         "out": (inner, (), ()),
     }
     second = {
@@ -100,6 +110,9 @@ def run(
         HALVES[type(bank)], (first, second), (numbers, []), strict=True
     ):
         form = (*shape, bank.held) if isinstance(bank, HummingBank) else shape
+        if half.kernel is humming_down.ExpertsDownKernel:
+            most = most or (8 if len(latent) <= 8 else 64)
+            form = (*form, most)
         kernel, ptx = compiled(half, *form)
         memory = GlobalMemory()
         parameters = []
@@ -113,7 +126,7 @@ def run(
             memory,
             parameters + rest,
             grid=(half.grid(shape[0]), 1, 1),
-            block=(256, 1, 1),
+            block=(getattr(kernel, "threads", 256), 1, 1),
             cluster=(half.ctas, 1, 1),
             shared_bytes=kernel.shared_bytes,
             seed=seed,
@@ -180,3 +193,24 @@ def test_rows_schedules_and_padding_have_the_same_bits(kind: type[tests.Bank]) -
     padded = part([4, 2, 8, 9], padding=2)
     assert torch.equal(padded[:2], whole[[4, 2]])
     assert not padded[2:].any()
+
+
+@pytest.mark.parametrize("shape", [TINY, STEPS], ids=str)
+def test_few_and_many_rows_have_the_same_bits(shape: Shape) -> None:
+    """The second half has a kernel for up to eight rows and one for more. Some rows have
+    an expert twice or only one, four times."""
+    weights = tests.experts_of(shape, 2)
+    bank = weights.bank(HummingBank)
+    ids, shares = tests.choice(shape, 8, 2, 6)
+    ids[1, 2] = ids[1, 0]
+    ids[2, 1:] = ids[2, 0]
+    ids[4:6] = ids[3]
+    latent = tests.latent_rows(shape, 8, 2)
+
+    def by(most: int) -> Tensor:
+        one = functools.partial(run, shape, most=most)
+        return tests.result(one, shape, bank, latent, ids, shares)
+
+    few = by(8)
+    assert torch.equal(few, by(64))
+    tests.check_errors(few, latent, ids, shares, weights)

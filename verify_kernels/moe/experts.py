@@ -272,18 +272,30 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    _compiled(device.index, bank.variant_name("up", shape))(
+    there = isinstance(bank, HummingBank)
+    if isinstance(bank, HummingBank):
+        up_name, down_name = bank.up_name(shape), bank.down_name(shape, rows)
+    else:
+        up_name, down_name = (bank.variant_name(half, shape) for half in ("up", "down"))
+    _compiled(device.index, up_name)(
         latent,
         bank.up.words,
         bank.up.scales,
         *needed,
+        *([shares] if there else []),
         inner,
         beta,
         linear_beta,
         bank.grid(device.index),
         int(pdl),
     )
-    _compiled(device.index, bank.variant_name("down", shape))(
-        inner, bank.down.words, bank.down.scales, shares, *needed, out, int(pdl)
+    _compiled(device.index, down_name)(
+        inner,
+        bank.down.words,
+        bank.down.scales,
+        *([] if there else [shares]),
+        *needed,
+        out,
+        int(pdl),
     )
     return out

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second half: y_m = sum over the experts e that m chose of w_me W2_e h_p.
+"""The second half: y_m = sum over the experts e that m chose of W2_e h_p, where h_p has
+its weight already.
 
-A cluster of two owns 64 latent columns of all rows. Its 16 warps share the experts:
-warp q has those with ids in the q-th sixteenth. So a weight is read once, nothing is
-written but y, and the order of the sum is fixed by the ids: within a warp ascending,
+A cluster of two owns 64 latent columns of all rows. The experts are dealt out in four
+parts by id, two to a CTA; the warps of a part share I. So a weight is read once, nothing
+is written but y, and the order of the sum is fixed by the ids: within a warp ascending,
 then the warps of a CTA, then the CTAs.
 
-    lists        the distinct experts, their pairs and the pairs' weights, in shared
-                 memory: everything after it needs them
-    ahead        a step is `chunk` blocks of one expert; blocks of the next three and
-                 the pairs' h of the next one are on their way
-    multiply     as in up.py: eight pairs of the expert are the columns
-    add          y += w (W2_e h) in fp32, in shared memory of the warp alone, by the
-                 lane that has the product
+    lists        the distinct experts and their pairs, in shared memory: everything after
+                 it needs them
+    ahead        a step is `groups` times 32 columns of one expert; weights of the next
+                 `depth` steps are on their way
+    multiply     as in up.py, into sums that pass from expert to expert
     exchange     each CTA takes the other's sums of 32 of the columns; one rounding to
                  bf16
 
-A token's sum has the same bits whoever else is there: its products do not depend on the
-other columns, and experts that it did not choose do not touch it.
+Up to `NARROW` rows the eight columns of a product are the rows themselves, with zeros
+for those that did not choose the expert, and the sums stay in registers. For more rows
+the columns are the expert's pairs, and the sums of their rows come from the warp's
+shared memory and return there. The bits are the same: zeros change no sum, and a row's
+products do not depend on the other columns. A row that has an expert twice takes its
+pairs in turn.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -28,7 +31,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
-from verify_kernels.moe.device import PAIRS, no_words, put, word
+from verify_kernels.moe.device import PAIRS, no_words, put, stage, word
 from verify_kernels.moe.humming.device import (
     TILES,
     factors,
@@ -46,57 +49,92 @@ from verify_kernels.moe.humming.layout import (
     filled_columns,
     filled_rows,
 )
-from verify_kernels.moe.layout import WARPS
-from verify_kernels.moe.second import THREADS, SecondHalf
+from verify_kernels.moe.mxfp4 import GROUP
 
 CTAS = 2
-#: Parts that the experts are dealt out in.
-PARTS = CTAS * WARPS
-#: Steps whose weights are on their way.
-DEPTH = 3
-#: Of a warp's sums, [token, column]: lanes of a product meet few banks twice.
-PITCH = ROWS + 8
-#: Columns of a token that one CTA finishes.
+#: Parts of the experts in a CTA, and in all.
+HALVES = 2
+PARTS = CTAS * HALVES
+#: Rows up to which the sums are in registers.
+NARROW = PAIRS
+#: Between the sums of two rows, in floats: lanes of a product meet few banks twice.
+PITCH = ROWS + 4
+#: Columns of a row that one CTA finishes.
 HALF = ROWS // CTAS
-#: Blocks whose h a lane reads at once.
-BLOCKS_OF_READ = 4
+#: Of h that a lane reads for a group: eight numbers.
+READ_BYTES = 16
 
 
-def chunk_of(inner: int) -> int:
-    """Blocks of a step."""
-    return 8 if inner % (8 * COLUMNS) == 0 else 4
+def cut_of(inner: int) -> tuple[int, int]:
+    """Warps that share I, and the groups of scales of a step."""
+    groups = inner // GROUP
+    warps = next(n for n in (6, 4, 2, 1) if groups % n == 0)
+    return warps, 2 if groups // warps % 2 == 0 else 1
 
 
-class ExpertsDownKernel(SecondHalf):
-    """For any number of rows.
+class ExpertsDownKernel:
+    """For up to 8 rows or for any number.
 
     Args:
         latent: L, rows of the second matrix, a multiple of 64.
-        inner: I, columns, a multiple of 64.
-        experts: E, experts that there are, a multiple of 16.
+        inner: I, columns, a multiple of 32.
+        experts: E, experts that there are, a multiple of 4.
         top_k: K, a power of two.
         held: columns that the layer has, I and then zeros.
+        most: rows, `NARROW` or `MAX_ROWS`.
     """
 
-    def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
+    pdl = True
+    early_release = "dependents wait before they read what this kernel stores"
+    parameters = (
+        "x",
+        "words",
+        "scales",
+        "experts",
+        "offsets",
+        "pairs",
+        "counts",
+        "out",
+    )
+    early_loads = ()
+
+    def __init__(
+        self, latent: int, inner: int, experts: int, top_k: int, held: int, most: int
+    ):
         self.latent = latent
-        self.chunk = chunk_of(inner)
-        self.groups = self.chunk // STEPS_OF_GROUP
+        self.inner = inner
+        self.experts = experts
+        self.k_bits = top_k.bit_length() - 1
+        self.narrow = most <= NARROW
+        self.most = most
+        #: Warps of a part, and the groups of a step of theirs.
+        self.sharing, self.groups = cut_of(inner)
+        self.warps = HALVES * self.sharing
+        self.threads = 32 * self.warps
+        self.blocks = STEPS_OF_GROUP * self.groups
+        #: Groups of a warp, and steps of an expert.
+        self.own_groups = inner // GROUP // self.sharing
+        self.chunks = self.own_groups // self.groups
+        #: Steps whose weights are on their way: eight blocks.
+        self.depth = 4 // self.groups
         self.rows = filled_rows(latent)
-        self.expert_steps = filled_columns(held) // COLUMNS
+        self.expert_groups = filled_columns(held) // GROUP
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
-        self.sum_bytes = 4 * MAX_ROWS * PITCH
-        # Shared memory: a barrier; the warps' sums; what the other CTA sends; the
-        # lists.
+        self.sum_bytes = 4 * most * PITCH
+        # Shared memory: a barrier; the warps' sums; what the other CTA sends; up to 8
+        # rows each expert's pair of each row; the distinct experts, where their pairs
+        # begin, the pairs; up to 8 rows the most pairs that an expert has of one.
+        self.pairs_most = most * top_k
         self.sums_at = 16
-        self.inbox_at = self.sums_at + WARPS * self.sum_bytes
-        super().__init__(
-            inner,
-            experts,
-            top_k,
-            COLUMNS * self.chunk,
-            self.inbox_at + 4 * MAX_ROWS * HALF,
-        )
+        self.inbox_at = self.sums_at + self.warps * self.sum_bytes
+        self.table_at = self.inbox_at + 4 * most * HALF
+        table_bytes = 4 * NARROW * self.pairs_most if self.narrow else 0
+        self.list_at = self.table_at + table_bytes
+        self.offsets_at = self.list_at + 4 * experts
+        self.pairs_at = self.offsets_at + 4 * (experts + 1)
+        self.times_at = self.pairs_at + 4 * self.pairs_most
+        times_bytes = 4 * self.pairs_most if self.narrow else 0
+        self.shared_bytes = self.times_at + times_bytes
 
     @cute.jit
     def __call__(
@@ -104,7 +142,6 @@ class ExpertsDownKernel(SecondHalf):
         x: cute.Tensor,  # bf16 [64 K, I]
         words: cute.Tensor,  # int32 [E, I / 16, L / 64, 128], filled up
         scales: cute.Tensor,  # uint8 [E, I / 32, L], filled up
-        weights: cute.Tensor,  # fp32 [M, K]
         experts: cute.Tensor,
         offsets: cute.Tensor,
         pairs: cute.Tensor,
@@ -113,11 +150,9 @@ class ExpertsDownKernel(SecondHalf):
         pdl: Int32,
         stream,
     ):
-        self.kernel(
-            x, words, scales, weights, experts, offsets, pairs, counts, out
-        ).launch(
+        self.kernel(x, words, scales, experts, offsets, pairs, counts, out).launch(
             grid=[CTAS * (self.latent // ROWS), 1, 1],
-            block=[THREADS, 1, 1],
+            block=[self.threads, 1, 1],
             cluster=[CTAS, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
@@ -132,7 +167,6 @@ class ExpertsDownKernel(SecondHalf):
         x: cute.Tensor,
         words: cute.Tensor,
         scales: cute.Tensor,
-        weights: cute.Tensor,
         experts: cute.Tensor,
         offsets: cute.Tensor,
         pairs: cute.Tensor,
@@ -159,57 +193,35 @@ class ExpertsDownKernel(SecondHalf):
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        self.stage_lists(base, experts, offsets, pairs, weights, rows, thread)
-        sums = base + self.sums_at + self.sum_bytes * warp
-        for i in cutlass.range(lane, rows * (PITCH // 4), 32, unroll=1):
-            ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
+        stage(base + self.list_at, experts, self.experts, thread, self.threads)
+        stage(base + self.offsets_at, offsets, self.experts + 1, thread, self.threads)
+        stage(base + self.pairs_at, pairs, self.pairs_most, thread, self.threads)
+        if cutlass.const_expr(self.narrow):
+            for i in cutlass.range(thread, 2 * self.pairs_most, self.threads, unroll=1):
+                ptx.store_shared_128_if(
+                    base + self.table_at + 16 * i, Int32(1), (Int32(-1),) * 4
+                )
+            cute.arch.sync_threads()
+            self.tabulate(base, used, thread)
+        else:
+            sums = base + self.sums_at + self.sum_bytes * warp
+            for i in cutlass.range(lane, rows * (PITCH // 4), 32, unroll=1):
+                ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
         cute.arch.sync_threads()
 
-        before, own = self.deal(base, used, lane, rank * WARPS + warp, PARTS)
+        half = Int32(warp >= self.sharing)
+        first_group = (warp - self.sharing * half) * self.own_groups
+        before, own = self.deal(base, used, lane, rank * HALVES + half)
         steps = own * self.chunks
-        held = [cute.make_rmem_tensor((4 * self.chunk,), Int32) for _ in range(DEPTH)]
-        exponents = [
-            cute.make_rmem_tensor((2 * self.groups,), Int32) for _ in range(DEPTH)
-        ]
-        tokens = cute.make_rmem_tensor((2 * self.chunk,), Int32)
-        for d in cutlass.range_constexpr(DEPTH):
-            live = Int32(d) < steps
-            at, scales_at = self.place(
-                base, words, scales, before, Int32(d), steps, group, lane
-            )
-            for t in cutlass.range_constexpr(self.chunk):
-                request(held[d], t, at, self.step_bytes * t, Int32(live), ())
-            for t in cutlass.range_constexpr(self.groups):
-                request_scales(
-                    exponents[d], t, scales_at, self.rows * t, Int32(live), ()
-                )
-        row, there = self.source(x, base, before, Int32(0), Int32(0), steps)
-        for i in cutlass.range_constexpr(self.chunk // BLOCKS_OF_READ):
-            self.fetch(tokens, i, row, there)
-        for first in cutlass.range(0, steps, DEPTH, unroll=1):
-            # Each step has registers of its own: to move a word is to wait for it.
-            for d in cutlass.range_constexpr(DEPTH):
-                step = first + d
-                if step < steps:
-                    more = step + DEPTH < steps
-                    at, scales_at = self.place(
-                        base, words, scales, before, step + DEPTH, steps, group, lane
-                    )
-                    index = before + step // self.chunks
-                    begin = word(base + self.offsets_at + 4 * index)
-                    count = word(base + self.offsets_at + 4 * index + 4) - begin
-                    for column in cutlass.range(0, count, PAIRS, unroll=1):
-                        # Next come this expert's other pairs, or the next step.
-                        again = column + PAIRS < count
-                        then = cutlass.select_(again, step, step + 1)
-                        beside = cutlass.select_(again, column + PAIRS, Int32(0))
-                        row, there = self.source(x, base, before, then, beside, steps)
-                        goes = Int32(more & (column + PAIRS >= count))
-                        acc = self.multiply(
-                            held[d], exponents[d], tokens, at, scales_at, goes, row,
-                            there,
-                        )  # fmt: skip
-                        self.add(sums, base, begin + column, count - column, acc, lane)
+        at = words.iterator.toint() + BLOCK_BYTES * group + 16 * lane
+        at = at + STEPS_OF_GROUP * self.step_bytes * first_group
+        scales_at = scales.iterator.toint() + ROWS * group + 8 * (lane >> 2)
+        scales_at = scales_at + self.rows * first_group
+        source = x.iterator.toint() + 2 * GROUP * first_group + READ_BYTES * (lane & 3)
+        if cutlass.const_expr(self.narrow):
+            self.multiply_rows(base, before, steps, at, scales_at, source, warp, lane)
+        else:
+            self.multiply_pairs(base, before, steps, at, scales_at, source, warp, lane)
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
         self.exchange(base, rows, rank, thread)
@@ -217,66 +229,301 @@ class ExpertsDownKernel(SecondHalf):
         self.store(base, rows, rank, group, thread, out)
 
     @cute.jit
-    def place(self, base, words, scales, before, step, steps, group, lane):
-        """Where a lane's blocks and scales of a step begin, or another's if there is no
-        such step."""
-        step = cutlass.select_(step < steps, step, Int32(0))
-        index = cutlass.select_(steps > 0, before + step // self.chunks, Int32(0))
-        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
-        first = Int64(expert) * self.expert_steps + step % self.chunks * self.chunk
-        at = words.iterator.toint() + self.step_bytes * first
-        at = at + BLOCK_BYTES * group + 16 * lane
-        scales_at = scales.iterator.toint() + self.rows * (first >> 1)
-        return at, scales_at + ROWS * group + 8 * (lane >> 2)
+    def tabulate(self, base, used, thread):
+        """Of each distinct expert the pair of each row, the first if there are several,
+        and how many pairs it has of a row at most."""
+        for index in cutlass.range(thread, used, self.threads, unroll=1):
+            begin = word(base + self.offsets_at + 4 * index)
+            end = word(base + self.offsets_at + 4 * index + 4)
+            table = base + self.table_at + 4 * NARROW * index
+            last = Int32(-1)
+            run = Int32(0)
+            most = Int32(1)
+            for i in cutlass.range(begin, end, unroll=1):
+                pair = word(base + self.pairs_at + 4 * i)
+                row = pair >> self.k_bits
+                # Pairs of a row lie side by side.
+                run = cutlass.select_(row == last, run + 1, Int32(1))
+                most = cutlass.max(most, run)
+                if row != last:
+                    put(table + 4 * row, pair)
+                last = row
+            put(base + self.times_at + 4 * index, most)
 
     @cute.jit
-    def multiply(self, held, exponents, tokens, at, scales_at, goes, row, live):
-        """A step's sums of eight pairs. Each block that was used makes way for the one
-        at ``at``, if the weights go, and four blocks' h for the next at ``row``."""
-        acc = no_sums()
+    def deal(self, base, used, lane, part):
+        """Of the ``used`` distinct experts, how many have ids before those of a part of
+        all ids, and how many have ids in it."""
+        before = Int32(0)
+        own = Int32(0)
+        bound = part * (self.experts // PARTS)
+        for i in cutlass.range(lane, used, 32, unroll=1):
+            over = word(base + self.list_at + 4 * i) - bound
+            before = before + Int32(over < 0)
+            own = own + Int32((over >= 0) & (over < self.experts // PARTS))
+        for offset in (16, 8, 4, 2, 1):
+            before = before + cute.arch.shuffle_sync_bfly(before, offset=offset)
+            own = own + cute.arch.shuffle_sync_bfly(own, offset=offset)
+        return before, own
+
+    @cute.jit
+    def multiply_rows(self, base, before, steps, at, scales_at, source, warp, lane):
+        """A warp's sums of up to eight rows, which are left in shared memory."""
+        held, exponents = self.registers()
+        tokens = [
+            cute.make_rmem_tensor((4 * self.groups,), Int32) for _ in range(self.depth)
+        ]
+        total = cute.make_rmem_tensor((4 * TILES,), Float32)
+        total.fill(0.0)
+        for d in cutlass.range_constexpr(self.depth):
+            live = Int32(Int32(d) < steps)
+            self.start(held[d], exponents[d], base, before, d, steps, at, scales_at)
+            pair = self.pair_of(base, before, Int32(d), steps, lane)
+            row = self.row_of(source, pair, Int32(d))
+            self.fetch(tokens[d], row, Int32(pair >= 0) & live)
+        for first in cutlass.range(0, steps, self.depth, unroll=1):
+            # Each step has registers of its own: to move a word is to wait for it.
+            for d in cutlass.range_constexpr(self.depth):
+                step = first + d
+                if step < steps:
+                    then = step + self.depth
+                    to, scales_to = self.place(base, before, then, steps, at, scales_at)
+                    pair = self.pair_of(base, before, then, steps, lane)
+                    row = self.row_of(source, pair, then)
+                    index = before + step // self.chunks
+                    times = word(base + self.times_at + 4 * index)
+                    for time in cutlass.range(times, unroll=1):
+                        if time > 0:
+                            again = self.later_pair(base, index, time, lane)
+                            self.fetch(
+                                tokens[d],
+                                self.row_of(source, again, step),
+                                Int32(again >= 0),
+                            )
+                        goes = Int32((then < steps) & (time + 1 == times))
+                        acc = [
+                            tuple(total[4 * j + i] for i in range(4))
+                            for j in range(TILES)
+                        ]
+                        acc = self.multiply(
+                            acc, held[d], exponents[d], tokens[d], to, scales_to, goes
+                        )
+                        for j in cutlass.range_constexpr(TILES):
+                            for i in cutlass.range_constexpr(4):
+                                total[4 * j + i] = acc[j][i]
+                    self.fetch(tokens[d], row, Int32((pair >= 0) & (then < steps)))
+        sums = base + self.sums_at + self.sum_bytes * warp + 4 * (lane >> 2)
+        for j in cutlass.range_constexpr(TILES):
+            for i in cutlass.range_constexpr(4):
+                token = 2 * (lane & 3) + i % 2
+                to = sums + 4 * PITCH * token + 4 * (16 * j + 8 * (i // 2))
+                ptx.store_shared_f32(to, total[4 * j + i])
+
+    @cute.jit
+    def multiply_pairs(self, base, before, steps, at, scales_at, source, warp, lane):
+        """A warp's sums of any number of rows, in shared memory."""
+        held, exponents = self.registers()
+        tokens = cute.make_rmem_tensor((4 * self.groups,), Int32)
+        sums = base + self.sums_at + self.sum_bytes * warp + 4 * (lane >> 2)
+        for d in cutlass.range_constexpr(self.depth):
+            self.start(held[d], exponents[d], base, before, d, steps, at, scales_at)
+        pair = self.column(base, before, Int32(0), Int32(0), steps, lane)
+        self.fetch(tokens, self.row_of(source, pair, Int32(0)), Int32(pair >= 0))
+        for first in cutlass.range(0, steps, self.depth, unroll=1):
+            for d in cutlass.range_constexpr(self.depth):
+                step = first + d
+                if step < steps:
+                    then = step + self.depth
+                    to, scales_to = self.place(base, before, then, steps, at, scales_at)
+                    index = before + step // self.chunks
+                    begin = word(base + self.offsets_at + 4 * index)
+                    count = word(base + self.offsets_at + 4 * index + 4) - begin
+                    for column in cutlass.range(0, count, PAIRS, unroll=1):
+                        # Next come this expert's other pairs, or the next step.
+                        again = column + PAIRS < count
+                        next_pair = self.column(
+                            base,
+                            before,
+                            cutlass.select_(again, step, step + 1),
+                            cutlass.select_(again, column + PAIRS, Int32(0)),
+                            steps,
+                            lane,
+                        )
+                        # If a row is there twice each column has a turn.
+                        row = cutlass.select_(pair >= 0, pair >> self.k_bits, Int32(-1))
+                        beside = cute.arch.shuffle_sync_up(row, offset=4)
+                        twice = (row == beside) & (row >= 0) & (lane >= 4)
+                        several = cute.arch.vote_any_sync(twice)
+                        turns = cutlass.select_(several, Int32(PAIRS), Int32(1))
+                        for turn in cutlass.range(turns, unroll=1):
+                            last = turn + 1 == turns
+                            if several:
+                                own = (lane >> 2) == turn
+                                self.fetch(
+                                    tokens,
+                                    self.row_of(source, pair, step),
+                                    Int32(own & (pair >= 0)),
+                                )
+                            goes = Int32((then < steps) & last & ~again)
+                            acc = self.load(sums, row, lane)
+                            acc = self.multiply(
+                                acc, held[d], exponents[d], tokens, to, scales_to, goes
+                            )
+                            self.leave(sums, row, acc, several, turn, lane)
+                        pair = next_pair
+                        self.fetch(
+                            tokens,
+                            self.row_of(
+                                source, pair, cutlass.select_(again, step, step + 1)
+                            ),
+                            Int32(pair >= 0),
+                        )
+
+    def registers(self):
+        """For the weights and scales of the steps under way."""
+        words = 4 * self.blocks
+        held = [cute.make_rmem_tensor((words,), Int32) for _ in range(self.depth)]
+        exponents = [
+            cute.make_rmem_tensor((2 * self.groups,), Int32) for _ in range(self.depth)
+        ]
+        return held, exponents
+
+    @cute.jit
+    def start(
+        self, held, exponents, base, before, step: cutlass.Constexpr, steps, at,
+        scales_at,
+    ):  # fmt: skip
+        """Requests a step's weights and scales, if there is such a step."""
+        live = Int32(Int32(step) < steps)
+        to, scales_to = self.place(base, before, Int32(step), steps, at, scales_at)
+        for t in cutlass.range_constexpr(self.blocks):
+            request(held, t, to, self.step_bytes * t, live, ())
+        for t in cutlass.range_constexpr(self.groups):
+            request_scales(exponents, t, scales_to, self.rows * t, live, ())
+
+    @cute.jit
+    def expert_of(self, before, step, steps):
+        """Number among the distinct experts of a step's, and the step within it; those
+        of another if there is no such step."""
+        step = cutlass.select_(step < steps, step, Int32(0))
+        index = cutlass.select_(steps > 0, before + step // self.chunks, Int32(0))
+        return index, step % self.chunks
+
+    @cute.jit
+    def place(self, base, before, step, steps, at, scales_at):
+        """Where a lane's blocks and scales of a step begin."""
+        index, chunk = self.expert_of(before, step, steps)
+        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
+        group = expert * self.expert_groups + self.groups * chunk
+        to = at + Int64(STEPS_OF_GROUP * self.step_bytes) * group
+        return to, scales_at + Int64(self.rows) * group
+
+    @cute.jit
+    def pair_of(self, base, before, step, steps, lane):
+        """The pair of this lane's row and a step's expert, or -1."""
+        index, _ = self.expert_of(before, step, steps)
+        at = base + self.table_at + 4 * (NARROW * index + (lane >> 2))
+        return word(at)
+
+    @cute.jit
+    def later_pair(self, base, index, time, lane):
+        """The pair of this lane's row and an expert behind ``time`` others, or -1."""
+        found = Int32(-1)
+        seen = Int32(0)
+        begin = word(base + self.offsets_at + 4 * index)
+        end = word(base + self.offsets_at + 4 * index + 4)
+        for i in cutlass.range(begin, end, unroll=1):
+            pair = word(base + self.pairs_at + 4 * i)
+            if (pair >> self.k_bits) == (lane >> 2):
+                found = cutlass.select_(seen == time, pair, found)
+                seen = seen + 1
+        return found
+
+    @cute.jit
+    def column(self, base, before, step, column, steps, lane):
+        """The pair of this lane's column, of a step's from ``column`` on, or -1."""
+        there = step < steps
+        index, _ = self.expert_of(before, step, steps)
+        begin = word(base + self.offsets_at + 4 * index)
+        count = word(base + self.offsets_at + 4 * index + 4) - begin
+        own = column + (lane >> 2)
+        live = there & (own < count)
+        own = cutlass.select_(live, begin + own, Int32(0))
+        pair = word(base + self.pairs_at + 4 * own)
+        return cutlass.select_(live, pair, Int32(-1))
+
+    @cute.jit
+    def row_of(self, source, pair, step):
+        """Where this lane's part of a pair's h of a step begins."""
+        at = source + Int64(2 * self.inner) * cutlass.max(pair, Int32(0))
+        return at + 2 * GROUP * self.groups * (step % self.chunks)
+
+    @cute.jit
+    def fetch(self, tokens, row, live):
+        """A lane's h of a step, or zeros."""
+        for t in cutlass.range_constexpr(self.groups):
+            loaded = ptx.load_global_128_if(row, live, 2 * GROUP * t, no_words())
+            for i in cutlass.range_constexpr(4):
+                tokens[4 * t + i] = loaded[i]
+
+    @cute.jit
+    def multiply(self, acc, held, exponents, tokens, at, scales_at, goes):
+        """A step's products, added to sums. Each block that was used makes way for the
+        one at ``at``, if the weights go."""
         scales = []
-        for t in cutlass.range_constexpr(self.chunk):
+        for t in cutlass.range_constexpr(self.blocks):
+            group = t // STEPS_OF_GROUP
             if cutlass.const_expr(t % STEPS_OF_GROUP == 0):
-                scales = factors(exponents, t // STEPS_OF_GROUP)
+                scales = factors(exponents, group)
             block = words_of(held, TILES, t)
             acc = product(acc, block, (tokens[2 * t], tokens[2 * t + 1]), scales)
             request(held, t, at, self.step_bytes * t, goes, block)
             if cutlass.const_expr((t + 1) % STEPS_OF_GROUP == 0):
-                group = t // STEPS_OF_GROUP
                 old = words_of(exponents, 2, group)
                 request_scales(
                     exponents, group, scales_at, self.rows * group, goes, old
                 )
-            if cutlass.const_expr((t + 1) % BLOCKS_OF_READ == 0):
-                self.fetch(tokens, t // BLOCKS_OF_READ, row, live)
         return acc
 
     @cute.jit
-    def add(self, sums, base, first, count, acc, lane):
-        """Weighs the products of this lane's two columns, if they are pairs, and adds
-        them to their tokens' sums, to which another lane may have added before."""
+    def load(self, sums, row, lane):
+        """This lane's sums of its two columns' rows, which lanes of those columns
+        know."""
+        cute.arch.sync_warp()
+        acc = [[], [], [], []]
+        values = []
+        for i in cutlass.range_constexpr(2):
+            own = cute.arch.shuffle_sync(row, 4 * (2 * (lane & 3) + i))
+            at = sums + 4 * PITCH * cutlass.max(own, Int32(0))
+            values.append([word(at + 32 * part, Float32) for part in range(2 * TILES)])
+        for j in cutlass.range_constexpr(TILES):
+            acc[j] = (
+                values[0][2 * j],
+                values[1][2 * j],
+                values[0][2 * j + 1],
+                values[1][2 * j + 1],
+            )
+        return acc
+
+    @cute.jit
+    def leave(self, sums, row, acc, several, turn, lane):
+        """Sums back to their places, those of a column without a pair, or whose turn
+        it is not, excepted."""
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(2):
             column = 2 * (lane & 3) + i
-            if column < count:
-                pair = word(base + self.pairs_at + 4 * (first + column))
-                share = word(base + self.weights_at + 4 * (first + column), Float32)
-                at = sums + 4 * (PITCH * (pair >> self.k_bits) + (lane >> 2))
+            own = cute.arch.shuffle_sync(row, 4 * column)
+            at = sums + 4 * PITCH * own
+            if (own >= 0) & (~several | (column == turn)):
                 for j in cutlass.range_constexpr(TILES):
                     for half in cutlass.range_constexpr(2):
-                        there = at + 4 * (16 * j + 8 * half)
-                        total = word(there, Float32)
-                        put(
-                            there,
-                            cute.math.fma(share, acc[j][2 * half + i], total),
-                            Float32,
-                        )
+                        put(at + 32 * (2 * j + half), acc[j][2 * half + i], Float32)
 
     def total(self, base, token, quad):
-        """The warps' sums of four columns of a token, in order."""
+        """The warps' sums of four columns of a row, in order."""
         at = base + self.sums_at + 4 * PITCH * token + 16 * quad
         value = ptx.load_shared_f32x4(at)
-        for w in range(1, WARPS):
+        for w in range(1, self.warps):
             part = ptx.load_shared_f32x4(at, self.sum_bytes * w)
             value = tuple(a + b for a, b in zip(value, part, strict=True))
         return value
@@ -285,7 +532,7 @@ class ExpertsDownKernel(SecondHalf):
     def exchange(self, base, rows, rank, thread):
         """Sends the other CTA the sums of its columns."""
         other = 1 - rank
-        for i in cutlass.range(thread, rows * (HALF // 4), THREADS, unroll=1):
+        for i in cutlass.range(thread, rows * (HALF // 4), self.threads, unroll=1):
             token = i // (HALF // 4)
             quad = i % (HALF // 4)
             value = self.total(base, token, other * (HALF // 4) + quad)
@@ -294,8 +541,8 @@ class ExpertsDownKernel(SecondHalf):
 
     @cute.jit
     def store(self, base, rows, rank, group, thread, out):
-        """Both CTAs' sums of this one's columns, those of CTA 0 first."""
-        for i in cutlass.range(thread, rows * (HALF // 4), THREADS, unroll=1):
+        """Both CTAs' sums of this one's columns."""
+        for i in cutlass.range(thread, rows * (HALF // 4), self.threads, unroll=1):
             token = i // (HALF // 4)
             quad = i % (HALF // 4)
             own = self.total(base, token, rank * (HALF // 4) + quad)

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant, fake
-from verify_kernels.moe.host import down_arguments, multiprocessors, up_arguments
+from verify_kernels.moe.host import fake_plan, multiprocessors
 from verify_kernels.moe.humming.layout import (
     BLOCK_BYTES,
     COLUMNS,
@@ -34,6 +35,8 @@ FORMS = (
     ((128, 128, 16, 4), 128),
     ((128, 64, 16, 4), 64),
 )
+#: Rows up to which there is a kernel of the second half.
+ROWS_AT_MOST = (8, MAX_ROWS)
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
 Shape = tuple[int, int, int, int]
 
@@ -137,9 +140,14 @@ class HummingBank:
         """Whether there are kernels for (latent, inner, experts, top_k)."""
         return (shape, self.held) in FORMS
 
-    def variant_name(self, half: str, shape: Shape) -> str:
-        """Name of a half, "up" or "down"; says all that its kernel is made from."""
-        return _name(half, shape, self.held)
+    def up_name(self, shape: Shape) -> str:
+        """Name of the first half; says all that its kernel is made from."""
+        return _name("up", shape, self.held)
+
+    def down_name(self, shape: Shape, rows: int) -> str:
+        """Name of the second half for a number of rows."""
+        most = next(m for m in ROWS_AT_MOST if rows <= m)
+        return f"{_name('down', shape, self.held)}_m{most}"
 
     @staticmethod
     def grid(device: int) -> int:
@@ -173,34 +181,66 @@ def _name(half: str, shape: Shape, held: int) -> str:
 def _up_arguments(
     latent: int, inner: int, experts: int, top_k: int, held: int
 ) -> Sequence[Any]:
-    weights = _weights(experts, 2 * held, latent)
-    return up_arguments(weights, latent, inner, experts, top_k)
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    rows = cute.sym_int()
+    return (
+        fake(cutlass.BFloat16, (rows, latent), 1, 16),
+        *_weights(experts, 2 * held, latent),
+        *fake_plan(experts, top_k),
+        fake(cutlass.Float32, (rows, top_k), 0, 16),
+        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
+        cutlass.Float32(0.0),
+        cutlass.Float32(0.0),
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
 
 
 def _down_arguments(
     latent: int, inner: int, experts: int, top_k: int, held: int
 ) -> Sequence[Any]:
-    weights = _weights(experts, latent, held)
-    return down_arguments(weights, latent, inner, experts, top_k)
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    return (
+        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
+        *_weights(experts, latent, held),
+        *fake_plan(experts, top_k),
+        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 2),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
 
 
 def variants() -> list[Variant]:
-    """Both halves for every form in `FORMS`."""
+    """Both halves for every form in `FORMS`, the second for each of `ROWS_AT_MOST`."""
     from verify_kernels.moe.humming.down import ExpertsDownKernel
     from verify_kernels.moe.humming.up import ExpertsUpKernel
 
-    halves = (
-        ("up", ExpertsUpKernel, _up_arguments),
-        ("down", ExpertsDownKernel, _down_arguments),
-    )
-    return [
+    first = [
         Variant(
             op="moe",
-            name=_name(half, shape, held),
-            kernel=kernel(*shape, held),
-            arguments=functools.partial(arguments, *shape, held),
+            name=_name("up", shape, held),
+            kernel=ExpertsUpKernel(*shape, held),
+            arguments=functools.partial(_up_arguments, *shape, held),
             max_registers=255,
         )
         for shape, held in FORMS
-        for half, kernel, arguments in halves
     ]
+    second = [
+        Variant(
+            op="moe",
+            name=f"{_name('down', shape, held)}_m{most}",
+            kernel=ExpertsDownKernel(*shape, held, most),
+            arguments=functools.partial(_down_arguments, *shape, held),
+            max_registers=168,
+        )
+        for shape, held in FORMS
+        for most in ROWS_AT_MOST
+    ]
+    return [*first, *second]

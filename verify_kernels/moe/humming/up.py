@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first half of the chosen experts: h_p = SiTU(W1_e z_m, W3_e z_m) of each pair p.
+"""The first half of the experts: h_p = w_p SiTU(W1_e z_m, W3_e z_m) of each pair p.
 
 A pair is a row m and one of the experts e that it chose (`ExpertPlan`). An item of work
 is 64 rows of gate and the same of up, of one distinct expert, for all rows that chose
@@ -7,22 +7,24 @@ it. Clusters of two take items in turn: CTA 0 has the rows of gate, CTA 1 those 
 The 8 warps of a CTA share K.
 
     ahead        half of a warp's blocks are on their way, those of the next item too,
-                 into the registers of those just used
+                 into the registers of those just used; so are the rows of its eight
+                 pairs, a warp's own columns of them, to shared memory
     multiply     weights become bf16 in registers and are the 16-row operands of
                  m16n8k16, eight pairs of the expert the 8 columns
     add          the warps' sums meet in shared memory, two areas in turn, and are added
-                 in the order of K
+                 in the order of K, a warp a pair
     exchange     CTA 0 takes the sums of up of four pairs, CTA 1 those of gate of the
-                 other four; SiTU; one rounding to bf16
+                 other four
+    a turn later SiTU, times the pair's weight; one rounding to bf16
 
 An expert with more than eight pairs is read again, from L2. A pair's bits depend on its
 row and expert alone: K is cut the same way for all. h lies in the order of
 `layout.place_of`.
 
-What a CTA sends to the other one goes to one of two places in turn. With it a lane of
-each warp that sends arrives there, also for what the CTA has read: so a CTA that has
-received knows that the place of the turn before is free. All that send wait for what
-comes, before they read sums again.
+What a CTA sends in a turn goes to one of two places in turn, and is waited for in the
+next turn, in front of its barrier. So a CTA that sends knows that the place is free:
+behind the barrier of its turn t it has what the other one sent in t - 1, behind a barrier
+that came after the other one had read what was there from t - 2.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -59,9 +61,11 @@ AREA = 4 * PAIRS * PITCH
 #: Of a place for what the other CTA sends.
 INBOX = 4 * ROWS * PAIRS // 2
 #: Warps that send.
-SENDERS = ROWS * PAIRS // 2 // 4 // 32
-#: Steps whose tokens are on their way.
-AHEAD = 2
+SENDERS = PAIRS // 2
+#: Bytes of a chunk of a row that a lane copies, and of two blocks' columns.
+CHUNK, PAIR_BYTES = 16, 64
+#: Between the rows of tokens: those of a matrix that is loaded meet all banks.
+ROW_GAP = 16
 
 
 class ExpertsUpKernel:
@@ -85,6 +89,7 @@ class ExpertsUpKernel:
         "offsets",
         "pairs",
         "counts",
+        "weights",
         "out",
     )
     early_loads = ()
@@ -108,11 +113,15 @@ class ExpertsUpKernel:
         self.rows = filled_rows(2 * held)
         self.expert_steps = filled_columns(latent) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
+        self.chunks = 2 * self.steps
+        self.pitch = CHUNK * self.chunks + ROW_GAP
+        self.tokens_bytes = PAIRS * self.pitch
         # Shared memory: two barriers; the warps' sums, twice; two places for the other
-        # CTA's; the distinct experts, their offsets.
+        # CTA's; the warps' tokens, twice; the distinct experts, their offsets.
         self.areas_at = 16
         self.inbox_at = self.areas_at + 2 * WARPS * AREA
-        self.list_at = self.inbox_at + 2 * INBOX
+        self.tokens_at = self.inbox_at + 2 * INBOX
+        self.list_at = self.tokens_at + 2 * WARPS * self.tokens_bytes
         self.offsets_at = self.list_at + 4 * experts
         self.shared_bytes = self.offsets_at + 4 * (experts + 1)
         self.kept_shared = ((self.list_at, self.shared_bytes),)
@@ -127,6 +136,7 @@ class ExpertsUpKernel:
         offsets: cute.Tensor,
         pairs: cute.Tensor,
         counts: cute.Tensor,
+        weights: cute.Tensor,  # fp32 [M, K]
         out: cute.Tensor,  # bf16 [64 K, I]
         beta: Float32,
         linear: Float32,
@@ -135,7 +145,17 @@ class ExpertsUpKernel:
         stream,
     ):
         self.kernel(
-            x, words, scales, experts, offsets, pairs, counts, out, beta, linear
+            x,
+            words,
+            scales,
+            experts,
+            offsets,
+            pairs,
+            counts,
+            weights,
+            out,
+            beta,
+            linear,
         ).launch(
             grid=[2 * clusters, 1, 1],
             block=[THREADS, 1, 1],
@@ -157,6 +177,7 @@ class ExpertsUpKernel:
         offsets: cute.Tensor,
         pairs: cute.Tensor,
         counts: cute.Tensor,
+        weights: cute.Tensor,
         out: cute.Tensor,
         beta: Float32,
         linear: Float32,
@@ -195,7 +216,14 @@ class ExpertsUpKernel:
             self.request(held, t, t, at, Int32(there), ())
         for t in cutlass.range_constexpr(self.scale_ring):
             self.request_scales(exponents, t, t, scales_at, Int32(there), ())
+        tokens = base + self.tokens_at + 2 * self.tokens_bytes * warp
+        self.copy(x, base, pairs, first, Int32(0), there, tokens, lane, warp)
         turn = Int32(0)
+        # Of the turn before: this thread's sums, its pair or -1, where its h goes.
+        own = cute.make_rmem_tensor((4,), Float32)
+        own.fill(0.0)
+        pair = Int32(-1)
+        place = Int64(0)
         for item in cutlass.range(first, items, step, unroll=1):
             there = item + step < items
             next_at, next_scales_at = self.place(
@@ -206,32 +234,46 @@ class ExpertsUpKernel:
             begin = word(base + self.offsets_at + 4 * index)
             count = word(base + self.offsets_at + 4 * index + 4) - begin
             for column in cutlass.range(0, count, PAIRS, unroll=1):
-                # A column without a pair repeats the last: nobody takes its sums.
-                pair = pairs[begin + cutlass.min(column + g, count - 1)]
-                row = Int64(2) * x.stride[0] * (pair >> self.k_bits)
-                row = x.iterator.toint() + row
-                row = row + 2 * COLUMNS * self.steps * warp + 4 * c
                 # Next come the other pairs of this item, or the next one.
                 again = column + PAIRS < count
                 then = cutlass.select_(again, at, next_at)
                 scales_then = cutlass.select_(again, scales_at, next_scales_at)
-                acc = self.multiply(
-                    row, held, exponents, at, scales_at, then, scales_then,
-                    Int32(there | again), Int32(count > 0),
-                )  # fmt: skip
                 buffer = turn & 1
+                ptx.wait_copies(0)
+                cute.arch.sync_warp()
+                self.copy(
+                    x, base, pairs,
+                    cutlass.select_(again, item, item + step),
+                    cutlass.select_(again, column + PAIRS, Int32(0)),
+                    there | again, tokens + self.tokens_bytes * (1 - buffer), lane,
+                    warp,
+                )  # fmt: skip
+                acc = self.multiply(
+                    tokens + self.tokens_bytes * buffer, held, exponents, at,
+                    scales_at, then, scales_then, Int32(there | again),
+                    Int32(count > 0), lane,
+                )  # fmt: skip
+                if turn > 0:
+                    self.finish(
+                        base, turn - 1, own, pair, place, rank, lane, warp, weights,
+                        out, beta, linear,
+                    )  # fmt: skip
                 area = base + self.areas_at + WARPS * AREA * buffer
                 self.leave(acc, area + AREA * warp, g, c)
                 cute.arch.sync_threads()
-                if thread < PAIRS * ROWS // 4:
-                    self.finish(
-                        base, area, buffer, (turn >> 1) & 1, rank, thread,
-                        begin + column, count - column, block, pairs, out, beta,
-                        linear,
-                    )  # fmt: skip
+                self.add(base, area, buffer, own, rank, lane, warp)
+                mine = column + warp
+                pair = pairs[begin + cutlass.min(mine, count - 1)]
+                place = Int64(pair) * self.inner + ROWS * block
+                pair = cutlass.select_(mine < count, pair, Int32(-1))
                 turn = turn + 1
             at = next_at
             scales_at = next_scales_at
+        if turn > 0:
+            self.finish(
+                base, turn - 1, own, pair, place, rank, lane, warp, weights, out, beta,
+                linear,
+            )  # fmt: skip
 
     def barrier(self, address):
         return cute.make_ptr(
@@ -255,30 +297,53 @@ class ExpertsUpKernel:
         return at, scales_at + ROWS * block + 8 * (lane >> 2)
 
     @cute.jit
+    def copy(self, x, base, pairs, item, column, there, to, lane, warp):
+        """Requests this warp's columns of eight pairs' rows, from the ``column``-th pair
+        of an item on, if that is there."""
+        item = cutlass.select_(there, item, Int32(0))
+        index = item // self.blocks
+        begin = word(base + self.offsets_at + 4 * index)
+        count = word(base + self.offsets_at + 4 * index + 4) - begin
+        g = lane >> 2
+        c = lane & 3
+        # A column without a pair repeats the last: nobody takes its sums.
+        own = cutlass.max(begin + cutlass.min(column + g, count - 1), Int32(0))
+        pair = cutlass.max(pairs[own], Int32(0))
+        row = Int64(2) * x.stride[0] * (pair >> self.k_bits)
+        row = x.iterator.toint() + row + CHUNK * (self.chunks * warp + c)
+        to = to + self.pitch * g + CHUNK * c
+        for t in cutlass.range_constexpr(-(-self.chunks // 4)):
+            live = Int32(there)
+            if cutlass.const_expr(4 * t + 4 > self.chunks):
+                live = live & Int32(c < self.chunks - 4 * t)
+            ptx.copy_async_128_if(to, row, live, 4 * CHUNK * t, 4 * CHUNK * t)
+        ptx.commit_copies()
+
+    @cute.jit
     def multiply(
-        self, row, held, exponents, at, scales_at, then, scales_then, more, live
-    ):
-        """This warp's sums of eight pairs, whose lane's row is at ``row``. A block that
+        self, tokens, held, exponents, at, scales_at, then, scales_then, more, live,
+        lane,
+    ):  # fmt: skip
+        """This warp's sums of eight pairs, whose columns are at ``tokens``. A block that
         was used makes way for a later one at ``at``, or if there is more to multiply,
         one of the first at ``then``. ``live`` is 1, which the compiler must not know:
         it would load everything at once, and then spill."""
         acc = no_sums()
-        ahead = min(AHEAD, self.steps)
-        tokens = cute.make_rmem_tensor((2 * ahead,), Int32)
-        for s in cutlass.range_constexpr(ahead):
-            self.fetch(tokens, s, s, row, live, ())
+        tokens = tokens + self.pitch * (lane & 7) + CHUNK * (lane >> 3)
+        ahead = self.fetch(tokens, 0)
+        own = ()
         scales = []
         for s in cutlass.range_constexpr(self.steps):
             group = s // STEPS_OF_GROUP
             slot = group % self.scale_ring
             if cutlass.const_expr(s % STEPS_OF_GROUP == 0):
                 scales = factors(exponents, slot)
+                own = ahead
+                if cutlass.const_expr(s + STEPS_OF_GROUP < self.steps):
+                    ahead = self.fetch(tokens, group + 1)
             block = words_of(held, TILES, s % self.ring)
-            place = s % ahead
-            own = words_of(tokens, 2, place)
-            acc = product(acc, block, own, scales)
-            if cutlass.const_expr(s + ahead < self.steps):
-                self.fetch(tokens, place, s + ahead, row, live, own)
+            half = 2 * (s % STEPS_OF_GROUP)
+            acc = product(acc, block, own[half : half + 2], scales)
             new = s + self.ring
             if cutlass.const_expr(new < self.steps):
                 self.request(held, s % self.ring, new, at, live, block)
@@ -295,6 +360,11 @@ class ExpertsUpKernel:
                     self.request_scales(exponents, slot, new, scales_then, more, old)
         return acc
 
+    def fetch(self, tokens, group):
+        """The B operands of two blocks, or of the only one."""
+        count = min(4, self.chunks)
+        return ptx.load_matrices(tokens, PAIR_BYTES * group, count)
+
     def request(self, held, slot, s, at, live, old):
         """A lane's words of block ``s`` of an item."""
         request(held, slot, at, self.step_bytes * s, live, old)
@@ -302,13 +372,6 @@ class ExpertsUpKernel:
     def request_scales(self, exponents, slot, group, at, live, old):
         """A lane's scales of a group of an item, as `request`."""
         request_scales(exponents, slot, at, self.rows * group, live, old)
-
-    def fetch(self, tokens, place, s, row, live, old):
-        """Four numbers of this lane's row for step ``s``."""
-        for half in range(2):
-            at = 2 * COLUMNS * s + 16 * half
-            given = old[half : half + 1]
-            (tokens[2 * place + half],) = ptx.load_global_32_if(row, live, at, given)
 
     def leave(self, acc, area, g, c):
         """A warp's sums to shared memory, [pair, row]."""
@@ -319,43 +382,54 @@ class ExpertsUpKernel:
                 ptx.store_shared_f32(place, acc[j][i])
 
     @cute.jit
+    def add(self, base, area, buffer, own, rank, lane, warp):
+        """This warp's pair: a lane adds four rows' sums, which stay here or go to the
+        other CTA."""
+        if lane < ROWS // 4:
+            at = area + 4 * PITCH * warp + 16 * lane
+            value = ptx.load_shared_f32x4(at)
+            for w in cutlass.range_constexpr(1, WARPS):
+                part = ptx.load_shared_f32x4(at, AREA * w)
+                value = tuple(a + b for a, b in zip(value, part, strict=True))
+            if (warp >> 2) != rank:
+                barrier = base + 8 * buffer
+                there = base + self.inbox_at + INBOX * buffer
+                there = there + 4 * ROWS * (warp & 3) + 16 * lane
+                ptx.store_remote_f32x4(there, value, barrier, 1 - rank)
+                if lane == 0:
+                    ptx.arrive_remote_expecting(barrier, 1 - rank, INBOX // SENDERS)
+            for i in cutlass.range_constexpr(4):
+                own[i] = value[i]
+
+    @cute.jit
     def finish(
-        self, base, area, buffer, phase, rank, thread, first, count, block, pairs, out,
-        beta, linear,
-    ):  # fmt: skip
-        """Four rows of a pair: this CTA's sums, the other's, h."""
-        n = thread >> 4
-        quad = thread & 15
-        own = ptx.load_shared_f32x4(area + 4 * PITCH * n + 16 * quad)
-        for w in cutlass.range_constexpr(1, WARPS):
-            part = ptx.load_shared_f32x4(area + 4 * PITCH * n + 16 * quad, AREA * w)
-            own = tuple(a + b for a, b in zip(own, part, strict=True))
-        barrier = base + 8 * buffer
-        there = base + self.inbox_at + INBOX * buffer
-        there = there + 4 * ROWS * (n & 3) + 16 * quad
-        if (n >> 2) != rank:
-            ptx.store_remote_f32x4(there, own, barrier, 1 - rank)
-            if (thread & 31) == 0:
-                ptx.arrive_remote_expecting(barrier, 1 - rank, INBOX // SENDERS)
-        # Not acquired for the cluster, which would empty L1 of the tokens.
-        cute.arch.mbarrier_wait(self.barrier(barrier), phase)
-        if (n >> 2) == rank:
-            other = ptx.load_shared_f32x4(there)
-            if n < count:
+        self, base, turn, own, pair, place, rank, lane, warp, weights, out, beta, linear
+    ):
+        """Four rows of a pair of a turn: this CTA's sums, the other's, h."""
+        if (warp >> 2) == rank:
+            buffer = turn & 1
+            barrier = self.barrier(base + 8 * buffer)
+            # Not acquired for the cluster, which would empty L1.
+            cute.arch.mbarrier_wait(barrier, (turn >> 1) & 1)
+            if (lane < ROWS // 4) & (pair >= 0):
+                there = base + self.inbox_at + INBOX * buffer
+                there = there + 4 * ROWS * (warp & 3) + 16 * lane
+                other = ptx.load_shared_f32x4(there)
+                share = weights[pair >> self.k_bits, pair & ((1 << self.k_bits) - 1)]
                 is_gate = rank == 0
                 h = []
-                for a, b in zip(own, other, strict=True):
-                    gate = cutlass.select_(is_gate, a, b)
-                    up = cutlass.select_(is_gate, b, a)
-                    h.append(situ(gate, up, beta, linear))
-                # Rows 4 q .. 4 q + 3 of a step are two pairs of columns to the next
+                for i in cutlass.range_constexpr(4):
+                    gate = cutlass.select_(is_gate, own[i], other[i])
+                    up = cutlass.select_(is_gate, other[i], own[i])
+                    h.append(share * situ(gate, up, beta, linear))
+                # Rows 4 q .. 4 q + 3 of a block are two pairs of columns to the next
                 # kernel, those of lanes 2 (q & 1) and the one behind.
-                at = Int64(pairs[first + n]) * self.inner + ROWS * block
-                at = at + 32 * (quad & 1) + 4 * (quad >> 2) + (quad & 2)
+                at = place + 32 * (lane >> 3) + 16 * (lane & 1)
+                at = at + (lane & 4) + (lane & 2)
                 for i in cutlass.range_constexpr(2):
                     pointer = cute.make_ptr(
                         Int32,
-                        out.iterator.toint() + 2 * (at + 16 * i),
+                        out.iterator.toint() + 2 * (at + 8 * i),
                         cute.AddressSpace.gmem,
                         assumed_align=4,
                     )
