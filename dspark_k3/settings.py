@@ -25,14 +25,13 @@ OPS = (
     "dense",
     "lm_head",
 )
-#: Ops that are parts of others.
-PARTS = {"kda_core": "kda", "moe_route": "moe", "moe_experts": "moe"}
-#: Ops that take what only another of ours gives.
-NEEDS = {"moe_experts": "moe_route"}
-#: Only ours if asked for. moe_route with 896 experts ended engines of K3's widths at
-#: steps of 8 rows (H200, 2026-11-30) and has not run there since it was mended;
-#: moe_experts has not run on a GPU.
-ASKED = ("moe_route", "moe_experts")
+#: Ops that are stock where another is, and why.
+FOLLOWING = (
+    ("kda_core", "is a part of", "kda"),
+    ("moe_route", "is a part of", "moe"),
+    ("moe_experts", "is a part of", "moe"),
+    ("moe_experts", "needs", "moe_route"),
+)
 SIDES = ("ours", "stock")
 Layout = Literal["snapshot", "fold"]
 #: How a request's recurrent states are kept (`dspark_k3.target.slots`).
@@ -40,7 +39,7 @@ LAYOUTS = ("snapshot", "fold")
 
 
 def _defaults() -> Mapping[str, Side]:
-    return MappingProxyType({op: "stock" if op in ASKED else "ours" for op in OPS})
+    return MappingProxyType(dict.fromkeys(OPS, "ours"))
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class Settings:
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
-            which of them a difference comes from; what is not named is ours, but for
-            `ASKED`. A stock kda has a stock kda_core, a stock moe has stock parts; our
-            moe_experts needs our moe_route.
+            which of them a difference comes from; what is not named is ours. A stock
+            kda has a stock kda_core, a stock moe has stock parts, and a stock moe_route
+            a stock moe_experts.
         kda_layout: with ``target``, how KDA's states are kept while drafts are
             verified: "snapshot", vLLM's way, the state after each of 1 + drafts rows in
             a slot of its own; "fold", one slot a request, the state of what was
@@ -138,20 +137,13 @@ def _read_ops(given: Any) -> Mapping[str, Side]:
             )
         if side not in SIDES:
             raise ValueError(f"{where}[{name!r}]={side!r}: must be 'ours' or 'stock'")
-    for part, whole in PARTS.items():
-        if given.get(whole) != "stock":
+    for op, why, other in FOLLOWING:
+        if given.get(other) != "stock":
             continue
-        if given.get(part) == "ours":
+        if given.get(op) == "ours":
             raise ValueError(
-                f"{where} sets {part} to 'ours' and {whole}, which it is a part of, to "
-                f"'stock': take {part} out, or set {whole} to 'ours'"
+                f"{where} sets {op} to 'ours' and {other}, which it {why}, to "
+                f"'stock': take {op} out, or set {other} to 'ours'"
             )
-        given = {**given, part: "stock"}
-    ops = {**_defaults(), **given}
-    for op, needed in NEEDS.items():
-        if ops[op] == "ours" and ops[needed] != "ours":
-            raise ValueError(
-                f"{where} sets {op} to 'ours', which needs {needed}: set {needed} to "
-                f"'ours' too, or take {op} out"
-            )
-    return MappingProxyType(ops)
+        given = {**given, op: "stock"}
+    return MappingProxyType({**_defaults(), **given})

@@ -55,7 +55,10 @@ class Experts:
                 layer.intermediate_size_per_partition,
             )
         except ValueError as error:
-            raise ValueError(f"{error}; {STOCK_EXPERTS}") from None
+            raise ValueError(
+                f"our experts' kernels do not take the layer's weights: {error}; "
+                f"{STOCK_EXPERTS}"
+            ) from None
         config = layer.moe_config
         self._betas = {
             "beta": config.activation_situ_beta,

@@ -184,7 +184,7 @@ def _routing(d: Deployment) -> str | None:
 
 def _experts(d: Deployment) -> str | None:
     """A rank's share that our experts' kernels do not have, if the experts are ours."""
-    if _architecture(d) or not d.settings.ours("moe_experts"):
+    if _architecture(d) or _heads(d) or not d.settings.ours("moe_experts"):
         return None
     experts = getattr(d.text, "num_experts", None)
     if experts is None:

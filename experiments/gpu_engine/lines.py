@@ -56,7 +56,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ops(text: str) -> dict[str, str]:
-    """Ops of our target as JSON, such as '{"moe_route": "ours"}'.
+    """Ops of our target as JSON, such as '{"moe_experts": "stock"}'.
 
     Raises argparse.ArgumentTypeError for anything else.
     """

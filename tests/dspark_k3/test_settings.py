@@ -10,8 +10,7 @@ from dspark_k3 import settings
 def test_defaults(config: Any) -> None:
     read = settings.read(config)
     assert read == settings.Settings(check_draft=True, target=False, pdl=True)
-    stock = [op for op in settings.OPS if not read.ours(op)]
-    assert stock == list(settings.ASKED) == ["moe_route", "moe_experts"]
+    assert all(read.ours(op) for op in settings.OPS)
 
 
 def test_a_setting_is_read() -> None:
@@ -19,22 +18,26 @@ def test_a_setting_is_read() -> None:
     assert settings.read(given).check_draft is False
 
 
-def test_an_op_is_set_to_stock_and_the_others_stay_ours() -> None:
-    given: Any = {"dspark_k3": {"target": True, "ops": {"moe": "stock"}}}
-    read = settings.read(given)
-    stock = [op for op in settings.OPS if not read.ours(op)]
-    assert stock == ["moe", "moe_route", "moe_experts"]
-    given["dspark_k3"]["ops"] = {"moe_route": "ours", "moe_experts": "ours"}
-    assert all(settings.read(given).ours(op) for op in settings.OPS)
-
-
-def test_a_stock_kda_has_a_stock_core() -> None:
-    for ops in ({"kda": "stock"}, {"kda": "stock", "kda_core": "stock"}):
+@pytest.mark.parametrize(
+    ("named", "stock"),
+    [
+        (["dense"], ["dense"]),
+        (["moe"], ["moe", "moe_route", "moe_experts"]),
+        (["moe_route"], ["moe_route", "moe_experts"]),
+        (["moe_experts"], ["moe_experts"]),
+        (["kda"], ["kda", "kda_core"]),
+        (["kda", "kda_core"], ["kda", "kda_core"]),
+        (["kda_core"], ["kda_core"]),
+    ],
+)
+def test_an_op_and_what_follows_it_are_stock_and_the_others_ours(
+    named: list[str], stock: list[str]
+) -> None:
+    """Others may be named as ours."""
+    for others in ({}, {op: "ours" for op in settings.OPS if op not in stock}):
+        ops = dict.fromkeys(named, "stock") | others
         read = settings.read({"dspark_k3": {"target": True, "ops": ops}})
-        assert not read.ours("kda") and not read.ours("kda_core") and read.ours("mla")
-    core = {"dspark_k3": {"target": True, "ops": {"kda_core": "stock"}}}
-    read = settings.read(core)
-    assert not read.ours("kda_core") and read.ours("kda")
+        assert [op for op in settings.OPS if not read.ours(op)] == stock
 
 
 def test_a_layout_is_read() -> None:
@@ -62,8 +65,8 @@ def test_a_layout_is_read() -> None:
             "sets moe_route to 'ours' and moe, which it is a part of, to 'stock'",
         ),
         (
-            {"target": True, "ops": {"moe_experts": "ours"}},
-            "sets moe_experts to 'ours', which needs moe_route: set moe_route to 'o",
+            {"target": True, "ops": {"moe_route": "stock", "moe_experts": "ours"}},
+            "sets moe_experts to 'ours' and moe_route, which it needs, to 'stock'",
         ),
         ({"ops": {"moe": "stock"}}, "sets ops without target"),
         ({"kda_layout": "fold"}, "sets kda_layout without target; add"),

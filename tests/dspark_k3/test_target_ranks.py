@@ -159,20 +159,26 @@ def test_a_moe_layers_shards_sum_before_the_norm(ranks: Ranks) -> None:
     assert ranks.sent == [(ROWS, 12), (ROWS, HIDDEN)]
 
 
-def of_degree(config: dict[str, Any], tp: int) -> list[str]:
-    """What is refused of a model with this config.json at a degree."""
+def of_degree(config: dict[str, Any], tp: int, *stock: str) -> list[str]:
+    """What is refused of a model with this config.json at a degree, some ops stock."""
+    asked = {"target": True, "ops": dict.fromkeys(stock, "stock")}
     return scope.failures(
         deployment(
             ("model_config.hf_text_config", SimpleNamespace(**config)),
             ("parallel_config.tensor_parallel_size", tp),
-            settings=settings.read({"dspark_k3": {"target": True}}),
+            settings=settings.read({"dspark_k3": asked}),
         )
     )
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
-def test_every_degree_that_divides_k3s_heads_is_served(tp: int) -> None:
-    assert of_degree(k3_shapes.target_config(k3_shapes.K3_LAYERS), tp) == []
+@pytest.mark.parametrize(
+    ("tp", "stock"), [*((tp, ()) for tp in (1, 2, 4, 8, 16)), (32, ("moe_experts",))]
+)
+def test_every_degree_that_divides_k3s_heads_is_served(
+    tp: int, stock: tuple[str, ...]
+) -> None:
+    config = k3_shapes.target_config(k3_shapes.K3_LAYERS)
+    assert of_degree(config, tp, *stock) == []
 
 
 @pytest.mark.parametrize("tp", [5, 7, 10, 64])
@@ -182,17 +188,21 @@ def test_degrees_that_do_not_are_refused(tp: int) -> None:
 
 
 def test_degrees_without_kernels_name_what_lacks_one() -> None:
-    (found,) = of_degree(k3_shapes.target_config(k3_shapes.K3_LAYERS), 3)
+    config = k3_shapes.target_config(k3_shapes.K3_LAYERS)
+    (found,) = of_degree(config, 3, "moe_experts")
     assert "a kernel for every projection" in found and "K =" in found
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_tiny_k3_has_two_heads(tp: int) -> None:
-    found = of_degree(json.loads((TINY / "config.json").read_text()), tp)
-    assert bool(found) is (tp > 2)
+    config = json.loads((TINY / "config.json").read_text())
+    assert bool(of_degree(config, tp, "moe_experts")) is (tp > 2)
+    assert bool(of_degree(config, tp)) is (tp > 1)
 
 
 def test_a_ranks_share_as_a_model_is_served_as_the_rank_is() -> None:
     """The profiles of one rank's share run the kernels that the rank runs."""
     for tp in k3_shapes.SHARES:
-        assert of_degree(k3_shapes.target_config(k3_shapes.K3_LAYERS, tp), 1) == []
+        stock = ("moe_experts",) if tp == 32 else ()
+        config = k3_shapes.target_config(k3_shapes.K3_LAYERS, tp)
+        assert of_degree(config, 1, *stock) == []

@@ -117,14 +117,9 @@ def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
 
 
 TEXT = "model_config.hf_text_config"
-ROUTED = settings.read({"dspark_k3": {"target": True, "ops": {"moe_route": "ours"}}})
-EXPERTS = settings.read(
-    {
-        "dspark_k3": {
-            "target": True,
-            "ops": {"moe_route": "ours", "moe_experts": "ours"},
-        }
-    }
+#: Experts that are vLLM's.
+STOCK_EXPERTS = settings.read(
+    {"dspark_k3": {"target": True, "ops": {"moe_experts": "stock"}}}
 )
 REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     ("the engine", [], {"engine": seams.Engine("vllm", "0.34.0")}, "vllm 0.34.0"),
@@ -153,7 +148,7 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     (
         "a kernel for every projection",
         [("parallel_config.tensor_parallel_size", 3)],
-        {},
+        {"settings": STOCK_EXPERTS},
         "kda o_proj has K = 4096",
     ),
     (
@@ -299,13 +294,13 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     (
         "routing that the kernel has",
         [(TEXT, text_config(num_experts=640))],
-        {"settings": ROUTED},
+        {"settings": STOCK_EXPERTS},
         "16 of 640 experts",
     ),
     (
         "routing that the kernel has",
         [(TEXT, text_config(moe_renormalize=False, num_expert_group=8))],
-        {"settings": ROUTED},
+        {"settings": STOCK_EXPERTS},
         "moe_renormalize=False, num_expert_group=8",
     ),
     (
@@ -314,7 +309,7 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
             ("parallel_config.tensor_parallel_size", 16),
             (TEXT, text_config(min_moe_intermediate_per_partition=300)),
         ],
-        {"settings": EXPERTS},
+        {},
         "16 of 896 experts of 3584 x 192, 320 held, a rank",
     ),
     (
@@ -450,7 +445,18 @@ def test_stock_routing_serves_any_number_of_experts(op: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_experts_of_every_share_of_k3_are_served(tp: int) -> None:
     """At TP 16 vLLM gives a rank 256 rows."""
-    given = deployment(("parallel_config.tensor_parallel_size", tp), settings=EXPERTS)
+    given = deployment(("parallel_config.tensor_parallel_size", tp))
+    assert scope.failures(given) == []
+
+
+@pytest.mark.parametrize("op", ["moe_experts", "moe_route", "moe"])
+def test_stock_experts_serve_any_share(op: str) -> None:
+    """TP 32 has none of ours, and its refusal names the op."""
+    share = ("parallel_config.tensor_parallel_size", 32)
+    (line,) = scope.failures(deployment(share))
+    assert line.endswith('; set "ops": {"moe_experts": "stock"}')
+    asked = {"target": True, "ops": {op: "stock"}}
+    given = deployment(share, settings=settings.read({"dspark_k3": asked}))
     assert scope.failures(given) == []
 
 

@@ -223,10 +223,10 @@ def test_the_engine_of_a_plan(tmp_path: Path) -> None:
     assert "additional_config" not in stock.engine
     assert "speculative_config" not in stock.engine
     assert stock.name != spec.name
-    asked = replace(PLAN, ops={"moe_route": "ours"})
+    asked = replace(PLAN, ops={"moe_experts": "stock"})
     with_ops = measure.spec(asked, tmp_path).engine["additional_config"]
-    assert with_ops["dspark_k3"] == {"target": True, "ops": {"moe_route": "ours"}}
-    assert lines.note(asdict(asked)) == f"{lines.NOTE}; moe_route ours"
+    assert with_ops["dspark_k3"] == {"target": True, "ops": {"moe_experts": "stock"}}
+    assert lines.note(asdict(asked)) == f"{lines.NOTE}; moe_experts stock"
 
 
 def test_ops_are_read_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,11 +234,11 @@ def test_ops_are_read_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     lines.common_arguments(parser)
     given = parser.parse_args(
-        ["--layers", "8", "--ops", '{"moe_route": "ours"}', "--work", "/tmp/x"]
+        ["--layers", "8", "--ops", '{"moe_experts": "stock"}', "--work", "/tmp/x"]
     )
     found = {p.target: p.ops for p in lines.plans(given, [0], [1])}
-    assert found == {"stock": {}, "ours": {"moe_route": "ours"}}
-    for text, words in (("moe", "moe"), ('{"mow": "ours"}', "unknown key 'mow'")):
+    assert found == {"stock": {}, "ours": {"moe_experts": "stock"}}
+    for text, words in (("moe", "moe"), ('{"mow": "stock"}', "unknown key 'mow'")):
         with pytest.raises(SystemExit):
             parser.parse_args(["--layers", "8", "--ops", text])
         assert words in capsys.readouterr().err

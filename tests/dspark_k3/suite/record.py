@@ -66,15 +66,14 @@ class Folder:
 
     def shape(self, name: str) -> dict[str, Any]:
         """Drafts and manner of an engine: k, mode, adaptive, and the layout of KDA's
-        states and the ops if they are not the defaults."""
+        states and the ops that are stock if they are not the defaults; not all ops."""
         engine = self._load(f"{name}.spec.json")["engine"]
         speculative = engine.get("speculative_config", {})
         ours = engine.get("additional_config", {}).get(settings.KEY, {})
         asked = {k: v for k, v in ours.items() if k == "kda_layout"}
-        changed = ours.get("ops", {})
-        if set(changed.values()) - {"stock"}:
-            named = ", ".join(f"{op} {side}" for op, side in changed.items())
-            asked["asked"] = named
+        stock = [op for op, side in ours.get("ops", {}).items() if side == "stock"]
+        if stock and set(stock) != set(settings.OPS):
+            asked["stock"] = ", ".join(stock)
         return {
             "k": speculative.get("num_speculative_tokens", 0),
             "mode": "eager" if engine["enforce_eager"] else "graph",

@@ -306,9 +306,12 @@ def test_a_line_names_the_layout_and_ops_that_are_not_the_defaults(
         made.add(Case("fixed-graph-k7", 7, layout=layout), answer(7))
         shape = record.Folder(tmp_path).shape("fixed-graph-k7")
         assert shape == {"k": 7, "mode": "graph", "adaptive": False, **shown}
-    made.add(Case("fixed-graph-k7", 7, ops={"moe_route": "ours"}), answer(7))
+    given = Case("fixed-graph-k7", 7, ops={"moe_experts": "stock", "mla": "ours"})
+    made.add(given, answer(7))
     shape = record.Folder(tmp_path).shape("fixed-graph-k7")
-    assert shape["asked"] == "moe_route ours"
+    assert shape["stock"] == "moe_experts"
+    made.add(given.as_stock(), answer(7))
+    assert "stock" not in record.Folder(tmp_path).shape("fixed-graph-k7-stock")
 
 
 def test_older_verdicts_of_what_failed_are_left_out(suite: Suite) -> None:
