@@ -197,8 +197,8 @@ def test_rows_schedules_and_padding_have_the_same_bits(kind: type[tests.Bank]) -
 
 @pytest.mark.parametrize("shape", [TINY, STEPS], ids=str)
 def test_few_and_many_rows_have_the_same_bits(shape: Shape) -> None:
-    """The second half has a kernel for up to eight rows and one for more. Some rows have
-    an expert twice or only one, four times."""
+    """The second half has a kernel for up to eight rows and one for more. Some rows
+    have an expert twice or only one, four times."""
     weights = tests.experts_of(shape, 2)
     bank = weights.bank(HummingBank)
     ids, shares = tests.choice(shape, 8, 2, 6)

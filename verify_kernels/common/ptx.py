@@ -89,6 +89,12 @@ def load_shared_128(address, offset=0, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def load_shared_64(address, offset=0, *, loc=None, ip=None):
+    """8 bytes at a 32-bit shared address plus a constant; two Int32. Clobber."""
+    return _load("shared", 2, Int32, Int32(address), offset, loc, ip)
+
+
+@dsl_user_op
 def load_shared_f32x4(address, offset=0, *, loc=None, ip=None):
     """Four Float32 at a 16-byte aligned shared address. Clobber."""
     return _load("shared", 4, Float32, Int32(address), offset, loc, ip)

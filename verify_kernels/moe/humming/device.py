@@ -70,3 +70,19 @@ def product(acc, words, tokens, scales):
 
 def no_sums():
     return [(Float32(0.0),) * 4 for _ in range(TILES)]
+
+
+def read_block(address, offset, lane):
+    """A lane's four words of a block in shared memory."""
+    return ptx.load_shared_128(address + 16 * lane, offset)
+
+
+def read_scales(address, offset, lane):
+    """A lane's eight scales of a group in shared memory, two words."""
+    return ptx.load_shared_64(address + 8 * (lane >> 2), offset)
+
+
+def after(acc, zero):
+    """0, known when all sums are; ``zero`` is 0 and the compiler does not know it."""
+    a, b, c, d = (ptx.float_bits(sums[0]) for sums in acc)
+    return (a | b | c | d) & zero

@@ -3,24 +3,25 @@
 its weight already.
 
 A cluster of two owns 64 latent columns of all rows. The experts are dealt out in four
-parts by id, two to a CTA; the warps of a part share I. So a weight is read once, nothing
-is written but y, and the order of the sum is fixed by the ids: within a warp ascending,
-then the warps of a CTA, then the CTAs.
+parts by id, two to a CTA; the warps of a part share I. So a weight is read once,
+nothing is written but y, and the order of the sum is fixed by the ids: within a warp
+ascending, then the warps of a CTA, then the CTAs.
 
-    lists        the distinct experts and their pairs, in shared memory: everything after
-                 it needs them
-    ahead        a step is `groups` times 32 columns of one expert; weights of the next
-                 `depth` steps are on their way
+    lists        the distinct experts and their pairs, in shared memory: everything
+                 after it needs them
+    ahead        a step is a group of 32 columns of one expert, or two; the next steps
+                 are on their way
     multiply     as in up.py, into sums that pass from expert to expert
     exchange     each CTA takes the other's sums of 32 of the columns; one rounding to
                  bf16
 
 Up to `NARROW` rows the eight columns of a product are the rows themselves, with zeros
-for those that did not choose the expert, and the sums stay in registers. For more rows
-the columns are the expert's pairs, and the sums of their rows come from the warp's
-shared memory and return there. The bits are the same: zeros change no sum, and a row's
-products do not depend on the other columns. A row that has an expert twice takes its
-pairs in turn.
+for those that did not choose the expert; the sums stay in registers, and what is on its
+way goes to shared memory, as in up.py. For more rows the columns are the expert's
+pairs, the sums of their rows come from the warp's shared memory and return there, which
+leaves no room: weights on their way have registers. The bits are the same: zeros change
+no sum, and a row's products do not depend on the other columns. A row that has an
+expert twice takes its pairs in turn.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -29,21 +30,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import PAIRS, no_words, put, stage, word
 from verify_kernels.moe.humming.device import (
     TILES,
+    after,
     factors,
-    no_sums,
     product,
+    read_block,
+    read_scales,
     request,
     request_scales,
     words_of,
 )
 from verify_kernels.moe.humming.layout import (
     BLOCK_BYTES,
-    COLUMNS,
     ROWS,
     STEPS_OF_GROUP,
     filled_columns,
@@ -63,10 +64,17 @@ PITCH = ROWS + 4
 HALF = ROWS // CTAS
 #: Of h that a lane reads for a group: eight numbers.
 READ_BYTES = 16
+#: Steps that a warp has room for up to 8 rows; all but one are under way. As large as a
+#: CTA of up.py that still runs leaves room for.
+RING = 5
+#: A step in shared memory: weights, h, scales.
+TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
+SCALES_AT = TOKENS_AT + 32 * READ_BYTES
+SLOT_BYTES = SCALES_AT + ROWS
 
 
 def cut_of(inner: int) -> tuple[int, int]:
-    """Warps that share I, and the groups of scales of a step."""
+    """Warps that share I, and the groups of a step of many rows."""
     groups = inner // GROUP
     warps = next(n for n in (6, 4, 2, 1) if groups % n == 0)
     return warps, 2 if groups // warps % 2 == 0 else 1
@@ -109,6 +117,8 @@ class ExpertsDownKernel:
         self.most = most
         #: Warps of a part, and the groups of a step of theirs.
         self.sharing, self.groups = cut_of(inner)
+        if self.narrow:
+            self.groups = 1
         self.warps = HALVES * self.sharing
         self.threads = 32 * self.warps
         self.blocks = STEPS_OF_GROUP * self.groups
@@ -120,13 +130,14 @@ class ExpertsDownKernel:
         self.rows = filled_rows(latent)
         self.expert_groups = filled_columns(held) // GROUP
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
-        self.sum_bytes = 4 * most * PITCH
-        # Shared memory: a barrier; the warps' sums; what the other CTA sends; up to 8
+        #: Of a warp: its sums, and up to 8 rows before them its steps.
+        self.own_bytes = RING * SLOT_BYTES if self.narrow else 4 * most * PITCH
+        # Shared memory: a barrier; the warps' own; what the other CTA sends; up to 8
         # rows each expert's pair of each row; the distinct experts, where their pairs
         # begin, the pairs; up to 8 rows the most pairs that an expert has of one.
         self.pairs_most = most * top_k
-        self.sums_at = 16
-        self.inbox_at = self.sums_at + self.warps * self.sum_bytes
+        self.own_at = 16
+        self.inbox_at = self.own_at + self.warps * self.own_bytes
         self.table_at = self.inbox_at + 4 * most * HALF
         table_bytes = 4 * NARROW * self.pairs_most if self.narrow else 0
         self.list_at = self.table_at + table_bytes
@@ -204,7 +215,7 @@ class ExpertsDownKernel:
             cute.arch.sync_threads()
             self.tabulate(base, used, thread)
         else:
-            sums = base + self.sums_at + self.sum_bytes * warp
+            sums = base + self.own_at + self.own_bytes * warp
             for i in cutlass.range(lane, rows * (PITCH // 4), 32, unroll=1):
                 ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
         cute.arch.sync_threads()
@@ -215,12 +226,17 @@ class ExpertsDownKernel:
         steps = own * self.chunks
         at = words.iterator.toint() + BLOCK_BYTES * group + 16 * lane
         at = at + STEPS_OF_GROUP * self.step_bytes * first_group
-        scales_at = scales.iterator.toint() + ROWS * group + 8 * (lane >> 2)
+        scales_at = scales.iterator.toint() + ROWS * group
         scales_at = scales_at + self.rows * first_group
         source = x.iterator.toint() + 2 * GROUP * first_group + READ_BYTES * (lane & 3)
         if cutlass.const_expr(self.narrow):
-            self.multiply_rows(base, before, steps, at, scales_at, source, warp, lane)
+            # 0, which the compiler does not know.
+            zero = used >> 31
+            self.multiply_rows(
+                base, before, steps, at, scales_at + 16 * lane, source, warp, lane, zero
+            )
         else:
+            scales_at = scales_at + 8 * (lane >> 2)
             self.multiply_pairs(base, before, steps, at, scales_at, source, warp, lane)
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
@@ -267,64 +283,90 @@ class ExpertsDownKernel:
         return before, own
 
     @cute.jit
-    def multiply_rows(self, base, before, steps, at, scales_at, source, warp, lane):
+    def multiply_rows(
+        self, base, before, steps, at, scales_at, source, warp, lane, zero
+    ):
         """A warp's sums of up to eight rows, which are left in shared memory."""
-        held, exponents = self.registers()
-        tokens = [
-            cute.make_rmem_tensor((4 * self.groups,), Int32) for _ in range(self.depth)
-        ]
+        own = base + self.own_at + self.own_bytes * warp
+        tokens = cute.make_rmem_tensor((4,), Int32)
         total = cute.make_rmem_tensor((4 * TILES,), Float32)
         total.fill(0.0)
-        for d in cutlass.range_constexpr(self.depth):
-            live = Int32(Int32(d) < steps)
-            self.start(held[d], exponents[d], base, before, d, steps, at, scales_at)
-            pair = self.pair_of(base, before, Int32(d), steps, lane)
-            row = self.row_of(source, pair, Int32(d))
-            self.fetch(tokens[d], row, Int32(pair >= 0) & live)
-        for first in cutlass.range(0, steps, self.depth, unroll=1):
-            # Each step has registers of its own: to move a word is to wait for it.
-            for d in cutlass.range_constexpr(self.depth):
-                step = first + d
-                if step < steps:
-                    then = step + self.depth
-                    to, scales_to = self.place(base, before, then, steps, at, scales_at)
-                    pair = self.pair_of(base, before, then, steps, lane)
-                    row = self.row_of(source, pair, then)
-                    index = before + step // self.chunks
-                    times = word(base + self.times_at + 4 * index)
-                    for time in cutlass.range(times, unroll=1):
-                        if time > 0:
-                            again = self.later_pair(base, index, time, lane)
-                            self.fetch(
-                                tokens[d],
-                                self.row_of(source, again, step),
-                                Int32(again >= 0),
-                            )
-                        goes = Int32((then < steps) & (time + 1 == times))
-                        acc = [
-                            tuple(total[4 * j + i] for i in range(4))
-                            for j in range(TILES)
-                        ]
-                        acc = self.multiply(
-                            acc, held[d], exponents[d], tokens[d], to, scales_to, goes
-                        )
-                        for j in cutlass.range_constexpr(TILES):
-                            for i in cutlass.range_constexpr(4):
-                                total[4 * j + i] = acc[j][i]
-                    self.fetch(tokens[d], row, Int32((pair >= 0) & (then < steps)))
-        sums = base + self.sums_at + self.sum_bytes * warp + 4 * (lane >> 2)
+        for d in cutlass.range_constexpr(RING - 1):
+            self.ask(
+                own + SLOT_BYTES * d, base, before, Int32(d), steps, at, scales_at,
+                source, lane,
+            )  # fmt: skip
+        slot = own
+        used = own + SLOT_BYTES * (RING - 1)
+        for step in cutlass.range(steps, unroll=1):
+            ptx.wait_copies(RING - 2)
+            cute.arch.sync_warp()
+            blocks = [
+                read_block(slot, BLOCK_BYTES * b, lane) for b in range(STEPS_OF_GROUP)
+            ]
+            scales = factors(read_scales(slot, SCALES_AT, lane), 0)
+            loaded = ptx.load_shared_128(slot + READ_BYTES * lane, TOKENS_AT)
+            for i in cutlass.range_constexpr(4):
+                tokens[i] = loaded[i]
+            # The step before has been multiplied when its sums are there.
+            acc = self.sums_of(total)
+            self.ask(
+                used + after(acc, zero), base, before, step + RING - 1, steps, at,
+                scales_at, source, lane,
+            )  # fmt: skip
+            index = before + step // self.chunks
+            times = word(base + self.times_at + 4 * index)
+            for time in cutlass.range(times, unroll=1):
+                if time > 0:
+                    again = self.later_pair(base, index, time, lane)
+                    row = self.row_of(source, again, step)
+                    self.fetch(tokens, row, Int32(again >= 0))
+                acc = self.sums_of(total)
+                for b in cutlass.range_constexpr(STEPS_OF_GROUP):
+                    h = (tokens[2 * b], tokens[2 * b + 1])
+                    acc = product(acc, blocks[b], h, scales)
+                for j in cutlass.range_constexpr(TILES):
+                    for i in cutlass.range_constexpr(4):
+                        total[4 * j + i] = acc[j][i]
+            used = slot
+            slot = slot + SLOT_BYTES
+            slot = cutlass.select_(slot == own + SLOT_BYTES * RING, own, slot)
+        cute.arch.sync_warp()
+        sums = own + 4 * (lane >> 2)
         for j in cutlass.range_constexpr(TILES):
             for i in cutlass.range_constexpr(4):
                 token = 2 * (lane & 3) + i % 2
                 to = sums + 4 * PITCH * token + 4 * (16 * j + 8 * (i // 2))
                 ptx.store_shared_f32(to, total[4 * j + i])
 
+    def sums_of(self, total):
+        """Four sums of each tile."""
+        return [tuple(total[4 * j + i] for i in range(4)) for j in range(TILES)]
+
+    @cute.jit
+    def ask(self, to, base, before, step, steps, at, scales_at, source, lane):
+        """Copies of a step of up to eight rows, if there is such a step."""
+        live = Int32(step < steps)
+        words_at, exponents_at = self.place(base, before, step, steps, at, scales_at)
+        mine = to + READ_BYTES * lane
+        for b in cutlass.range_constexpr(STEPS_OF_GROUP):
+            ptx.copy_async_128_if(
+                mine, words_at, live, BLOCK_BYTES * b, self.step_bytes * b
+            )
+        pair = self.pair_of(base, before, step, steps, lane)
+        row = self.row_of(source, pair, step)
+        size = cutlass.select_(pair >= 0, Int32(READ_BYTES), Int32(0))
+        ptx.copy_async_128_if(mine, row, live, TOKENS_AT, size=size)
+        live = live & Int32(lane < ROWS // READ_BYTES)
+        ptx.copy_async_128_if(mine, exponents_at, live, SCALES_AT)
+        ptx.commit_copies()
+
     @cute.jit
     def multiply_pairs(self, base, before, steps, at, scales_at, source, warp, lane):
         """A warp's sums of any number of rows, in shared memory."""
         held, exponents = self.registers()
         tokens = cute.make_rmem_tensor((4 * self.groups,), Int32)
-        sums = base + self.sums_at + self.sum_bytes * warp + 4 * (lane >> 2)
+        sums = base + self.own_at + self.own_bytes * warp + 4 * (lane >> 2)
         for d in cutlass.range_constexpr(self.depth):
             self.start(held[d], exponents[d], base, before, d, steps, at, scales_at)
         pair = self.column(base, before, Int32(0), Int32(0), steps, lane)
@@ -521,10 +563,10 @@ class ExpertsDownKernel:
 
     def total(self, base, token, quad):
         """The warps' sums of four columns of a row, in order."""
-        at = base + self.sums_at + 4 * PITCH * token + 16 * quad
+        at = base + self.own_at + 4 * PITCH * token + 16 * quad
         value = ptx.load_shared_f32x4(at)
         for w in range(1, self.warps):
-            part = ptx.load_shared_f32x4(at, self.sum_bytes * w)
+            part = ptx.load_shared_f32x4(at, self.own_bytes * w)
             value = tuple(a + b for a, b in zip(value, part, strict=True))
         return value
 

@@ -35,6 +35,8 @@ FORMS = (
     ((128, 128, 16, 4), 128),
     ((128, 64, 16, 4), 64),
 )
+#: CTAs of the first half that an SM holds.
+CTAS_PER_SM = 2
 #: Rows up to which there is a kernel of the second half.
 ROWS_AT_MOST = (8, MAX_ROWS)
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
@@ -151,8 +153,8 @@ class HummingBank:
 
     @staticmethod
     def grid(device: int) -> int:
-        """Clusters of the first half: as many as fit a GPU, one CTA an SM."""
-        return multiprocessors(device) // 2
+        """Clusters of the first half: as many as fit a GPU."""
+        return CTAS_PER_SM * multiprocessors(device) // 2
 
 
 def words_shape(experts: int, rows: int, columns: int) -> tuple[int, ...]:
@@ -228,7 +230,8 @@ def variants() -> list[Variant]:
             name=_name("up", shape, held),
             kernel=ExpertsUpKernel(*shape, held),
             arguments=functools.partial(_up_arguments, *shape, held),
-            max_registers=255,
+            max_registers=128,
+            max_shared_bytes=113 * 1024,
         )
         for shape, held in FORMS
     ]

@@ -155,8 +155,8 @@ def pack_stacked(gate: Mxfp4, up: Mxfp4) -> Blocks:
 
 
 def place_of(column: int) -> int:
-    """Where a column of 32 stands in the rows between the kernels: the eight that a lane
-    multiplies lie side by side."""
+    """Where a column of 32 stands in the rows between the kernels: the eight that a
+    lane multiplies lie side by side."""
     step, inside = divmod(column, COLUMNS)
     half, pair = divmod(inside, 8)
     return 8 * (pair // 2) + 4 * step + 2 * half + pair % 2

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first half of the experts: h_p = w_p SiTU(W1_e z_m, W3_e z_m) of each pair p.
 
-A pair is a row m and one of the experts e that it chose (`ExpertPlan`). An item of work
-is 64 rows of gate and the same of up, of one distinct expert, for all rows that chose
-it. Clusters of two take items in turn: CTA 0 has the rows of gate, CTA 1 those of up.
-The 8 warps of a CTA share K.
+A pair is a row m and one of the experts e that it chose (`ExpertPlan`), w_p its weight.
+An item of work is 64 rows of gate and the same of up, of one distinct expert, for all
+rows that chose it. Clusters of two take items in turn: CTA 0 has the rows of gate, CTA
+1 those of up. The 8 warps of a CTA share K. A turn is an item and eight of its pairs.
 
-    ahead        half of a warp's blocks are on their way, those of the next item too,
-                 into the registers of those just used; so are the rows of its eight
-                 pairs, a warp's own columns of them, to shared memory
+    ahead        a warp's next groups, of 32 columns each, are on their way to its
+                 shared memory: two blocks of weights, their scales, the pairs' rows
     multiply     weights become bf16 in registers and are the 16-row operands of
-                 m16n8k16, eight pairs of the expert the 8 columns
-    add          the warps' sums meet in shared memory, two areas in turn, and are added
-                 in the order of K, a warp a pair
+                 m16n8k16, the pairs the 8 columns
+    add          the warps' sums meet in shared memory and are added in the order of K,
+                 a warp a pair
     exchange     CTA 0 takes the sums of up of four pairs, CTA 1 those of gate of the
                  other four
-    a turn later SiTU, times the pair's weight; one rounding to bf16
+    a turn later SiTU, times w_p; one rounding to bf16
+
+Asynchronous copies and not loads into registers: those are waited for by six counters,
+each of which waits for all loads that it counts, so of fourteen under way five or so
+were (2.6 TB/s at any depth, H200, 2026-11-30).
 
 An expert with more than eight pairs is read again, from L2. A pair's bits depend on its
 row and expert alone: K is cut the same way for all. h lies in the order of
 `layout.place_of`.
 
 What a CTA sends in a turn goes to one of two places in turn, and is waited for in the
-next turn, in front of its barrier. So a CTA that sends knows that the place is free:
-behind the barrier of its turn t it has what the other one sent in t - 1, behind a barrier
-that came after the other one had read what was there from t - 2.
+next turn, in front of its barrier. So a CTA that sends knows that the place is free: in
+turn t it has what the other one sent in t - 1, behind a barrier that came after the
+other one had read what was there from t - 2.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -34,16 +37,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from verify_kernels.common import ptx
-from verify_kernels.moe.device import PAIRS, situ, stage, word
+from verify_kernels.moe.device import PAIRS, situ
 from verify_kernels.moe.humming.device import (
     TILES,
+    after,
     factors,
     no_sums,
     product,
-    request,
-    request_scales,
-    words_of,
+    read_block,
+    read_scales,
 )
+from verify_kernels.moe.humming.host import CTAS_PER_SM
 from verify_kernels.moe.humming.layout import (
     BLOCK_BYTES,
     COLUMNS,
@@ -62,10 +66,13 @@ AREA = 4 * PAIRS * PITCH
 INBOX = 4 * ROWS * PAIRS // 2
 #: Warps that send.
 SENDERS = PAIRS // 2
-#: Bytes of a chunk of a row that a lane copies, and of two blocks' columns.
-CHUNK, PAIR_BYTES = 16, 64
-#: Between the rows of tokens: those of a matrix that is loaded meet all banks.
-ROW_GAP = 16
+#: Bytes that a lane copies at once.
+CHUNK = 16
+#: Of a pair's row in a group, and of a group in shared memory: weights, rows, scales.
+ROW_BYTES = 2 * COLUMNS * STEPS_OF_GROUP
+TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
+SCALES_AT = TOKENS_AT + PAIRS * ROW_BYTES
+SLOT_BYTES = SCALES_AT + ROWS
 
 
 class ExpertsUpKernel:
@@ -95,17 +102,17 @@ class ExpertsUpKernel:
     early_loads = ()
 
     def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
-        self.experts = experts
         self.inner = inner
         self.k_bits = top_k.bit_length() - 1
-        #: Blocks of a warp along K, and their groups of scales.
+        #: Blocks of a warp along K, and groups; a lone block is half of one.
         self.steps = latent // COLUMNS // WARPS
-        self.groups = max(self.steps // STEPS_OF_GROUP, 1)
-        #: Blocks, and groups of scales, that are held: half of a warp's, which is twice
-        #: what memory needs to have under way.
-        halves = 2 if self.steps % (2 * STEPS_OF_GROUP) == 0 else 1
-        self.ring = self.steps // halves
-        self.scale_ring = self.groups // halves
+        self.blocks_of_group = min(STEPS_OF_GROUP, self.steps)
+        self.groups = self.steps // self.blocks_of_group
+        #: Groups that there is room for, half of a warp's: of two CTAs' 7 KB a warp
+        #: memory needs half under way. A later group is asked for while the one behind
+        #: that which was there is multiplied, or if there is room for one alone, then.
+        self.ring = max(self.groups // 2, 1)
+        self.lag = min(self.ring - 1, 1)
         self.blocks = inner // ROWS
         #: Where up begins.
         self.up_block = held // ROWS
@@ -113,18 +120,12 @@ class ExpertsUpKernel:
         self.rows = filled_rows(2 * held)
         self.expert_steps = filled_columns(latent) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
-        self.chunks = 2 * self.steps
-        self.pitch = CHUNK * self.chunks + ROW_GAP
-        self.tokens_bytes = PAIRS * self.pitch
-        # Shared memory: two barriers; the warps' sums, twice; two places for the other
-        # CTA's; the warps' tokens, twice; the distinct experts, their offsets.
-        self.areas_at = 16
-        self.inbox_at = self.areas_at + 2 * WARPS * AREA
-        self.tokens_at = self.inbox_at + 2 * INBOX
-        self.list_at = self.tokens_at + 2 * WARPS * self.tokens_bytes
-        self.offsets_at = self.list_at + 4 * experts
-        self.shared_bytes = self.offsets_at + 4 * (experts + 1)
-        self.kept_shared = ((self.list_at, self.shared_bytes),)
+        # Shared memory: two barriers; the warps' groups; the warps' sums; two places
+        # for the other CTA's.
+        self.groups_at = 16
+        self.areas_at = self.groups_at + WARPS * SLOT_BYTES * self.ring
+        self.inbox_at = self.areas_at + WARPS * AREA
+        self.shared_bytes = self.inbox_at + 2 * INBOX
 
     @cute.jit
     def __call__(
@@ -163,7 +164,7 @@ class ExpertsUpKernel:
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=100,
         )
 
@@ -190,8 +191,6 @@ class ExpertsUpKernel:
         step = size >> 1
         lane = cute.arch.lane_idx()
         warp = thread >> 5
-        g = lane >> 2
-        c = lane & 3
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
         if thread == 0:
             for i in cutlass.range_constexpr(2):
@@ -202,76 +201,72 @@ class ExpertsUpKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        stage(base + self.list_at, experts, self.experts, thread, THREADS)
-        stage(base + self.offsets_at, offsets, self.experts + 1, thread, THREADS)
-        cute.arch.sync_threads()
-        cute.arch.cluster_wait()
-
         items = used * self.blocks
-        held = cute.make_rmem_tensor((4 * self.ring,), Int32)
-        exponents = cute.make_rmem_tensor((2 * self.scale_ring,), Int32)
+        # 0, which the compiler does not know.
+        zero = used >> 31
+        to = base + self.groups_at + SLOT_BYTES * self.ring * warp
         there = first < items
-        at, scales_at = self.place(base, words, scales, first, there, rank, warp, lane)
-        for t in cutlass.range_constexpr(self.ring):
-            self.request(held, t, t, at, Int32(there), ())
-        for t in cutlass.range_constexpr(self.scale_ring):
-            self.request_scales(exponents, t, t, scales_at, Int32(there), ())
-        tokens = base + self.tokens_at + 2 * self.tokens_bytes * warp
-        self.copy(x, base, pairs, first, Int32(0), there, tokens, lane, warp)
+        at, scales_at, begin, count = self.place(
+            words, scales, experts, offsets, first, there, rank, warp, lane
+        )
+        row = self.row_of(x, pairs, begin, count, Int32(0), warp, lane)
+        for q in cutlass.range_constexpr(self.ring - self.lag):
+            self.request(to, q, q, at, scales_at, row, Int32(there), lane)
+        cute.arch.cluster_wait()
+        cute.arch.sync_threads()
         turn = Int32(0)
         # Of the turn before: this thread's sums, its pair or -1, where its h goes.
         own = cute.make_rmem_tensor((4,), Float32)
         own.fill(0.0)
         pair = Int32(-1)
-        place = Int64(0)
+        h_at = Int64(0)
         for item in cutlass.range(first, items, step, unroll=1):
             there = item + step < items
-            next_at, next_scales_at = self.place(
-                base, words, scales, item + step, there, rank, warp, lane
+            next_at, next_scales_at, next_begin, next_count = self.place(
+                words, scales, experts, offsets, item + step, there, rank, warp, lane
             )
-            index = item // self.blocks
-            block = item - index * self.blocks
-            begin = word(base + self.offsets_at + 4 * index)
-            count = word(base + self.offsets_at + 4 * index + 4) - begin
+            block = item % self.blocks
             for column in cutlass.range(0, count, PAIRS, unroll=1):
                 # Next come the other pairs of this item, or the next one.
                 again = column + PAIRS < count
-                then = cutlass.select_(again, at, next_at)
-                scales_then = cutlass.select_(again, scales_at, next_scales_at)
-                buffer = turn & 1
-                ptx.wait_copies(0)
-                cute.arch.sync_warp()
-                self.copy(
-                    x, base, pairs,
-                    cutlass.select_(again, item, item + step),
+                next_row = self.row_of(
+                    x,
+                    pairs,
+                    cutlass.select_(again, begin, next_begin),
+                    cutlass.select_(again, count, next_count),
                     cutlass.select_(again, column + PAIRS, Int32(0)),
-                    there | again, tokens + self.tokens_bytes * (1 - buffer), lane,
                     warp,
-                )  # fmt: skip
+                    lane,
+                )
                 acc = self.multiply(
-                    tokens + self.tokens_bytes * buffer, held, exponents, at,
-                    scales_at, then, scales_then, Int32(there | again),
-                    Int32(count > 0), lane,
+                    to, at, scales_at, row,
+                    cutlass.select_(again, at, next_at),
+                    cutlass.select_(again, scales_at, next_scales_at), next_row,
+                    Int32(there | again), zero, lane,
                 )  # fmt: skip
                 if turn > 0:
                     self.finish(
-                        base, turn - 1, own, pair, place, rank, lane, warp, weights,
+                        base, turn - 1, own, pair, h_at, rank, lane, warp, weights,
                         out, beta, linear,
                     )  # fmt: skip
-                area = base + self.areas_at + WARPS * AREA * buffer
-                self.leave(acc, area + AREA * warp, g, c)
+                # All have added what was there before.
                 cute.arch.sync_threads()
-                self.add(base, area, buffer, own, rank, lane, warp)
+                self.leave(acc, base + self.areas_at + AREA * warp, lane)
+                cute.arch.sync_threads()
+                self.add(base, turn & 1, own, rank, lane, warp)
                 mine = column + warp
                 pair = pairs[begin + cutlass.min(mine, count - 1)]
-                place = Int64(pair) * self.inner + ROWS * block
+                h_at = Int64(pair) * self.inner + ROWS * block
                 pair = cutlass.select_(mine < count, pair, Int32(-1))
                 turn = turn + 1
+                row = next_row
             at = next_at
             scales_at = next_scales_at
+            begin = next_begin
+            count = next_count
         if turn > 0:
             self.finish(
-                base, turn - 1, own, pair, place, rank, lane, warp, weights, out, beta,
+                base, turn - 1, own, pair, h_at, rank, lane, warp, weights, out, beta,
                 linear,
             )  # fmt: skip
 
@@ -281,112 +276,128 @@ class ExpertsUpKernel:
         )
 
     @cute.jit
-    def place(self, base, words, scales, item, there, rank, warp, lane):
-        """Where a lane's blocks and scales of an item begin, or another's if that is
-        not there."""
+    def place(self, words, scales, experts, offsets, item, there, rank, warp, lane):
+        """Where a lane's blocks and scales of an item begin, and where its pairs begin
+        and how many they are; those of another if that is not there."""
         item = cutlass.select_(there, item, Int32(0))
         index = item // self.blocks
-        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
+        expert = cutlass.max(experts[index], Int32(0))
+        begin = offsets[index]
+        count = offsets[index + 1] - begin
         block = item - index * self.blocks + self.up_block * rank
         step = Int64(expert) * self.expert_steps + self.steps * warp
         at = words.iterator.toint() + self.step_bytes * step
-        at = at + BLOCK_BYTES * block + 16 * lane
-        # With one step a warp two warps share a group.
-        group = step >> 1
-        scales_at = scales.iterator.toint() + self.rows * group
-        return at, scales_at + ROWS * block + 8 * (lane >> 2)
+        at = at + BLOCK_BYTES * block + CHUNK * lane
+        # With one block a warp two warps share a group.
+        scales_at = scales.iterator.toint() + self.rows * (step >> 1)
+        return at, scales_at + ROWS * block + CHUNK * lane, begin, count
 
     @cute.jit
-    def copy(self, x, base, pairs, item, column, there, to, lane, warp):
-        """Requests this warp's columns of eight pairs' rows, from the ``column``-th pair
-        of an item on, if that is there."""
-        item = cutlass.select_(there, item, Int32(0))
-        index = item // self.blocks
-        begin = word(base + self.offsets_at + 4 * index)
-        count = word(base + self.offsets_at + 4 * index + 4) - begin
-        g = lane >> 2
-        c = lane & 3
+    def row_of(self, x, pairs, begin, count, column, warp, lane):
+        """Where this lane's part of a pair's row begins, of an item's eight pairs from
+        ``column`` on."""
         # A column without a pair repeats the last: nobody takes its sums.
-        own = cutlass.max(begin + cutlass.min(column + g, count - 1), Int32(0))
-        pair = cutlass.max(pairs[own], Int32(0))
+        own = cutlass.min(column + (lane >> 2), count - 1)
+        pair = cutlass.max(pairs[cutlass.max(begin + own, Int32(0))], Int32(0))
         row = Int64(2) * x.stride[0] * (pair >> self.k_bits)
-        row = x.iterator.toint() + row + CHUNK * (self.chunks * warp + c)
-        to = to + self.pitch * g + CHUNK * c
-        for t in cutlass.range_constexpr(-(-self.chunks // 4)):
-            live = Int32(there)
-            if cutlass.const_expr(4 * t + 4 > self.chunks):
-                live = live & Int32(c < self.chunks - 4 * t)
-            ptx.copy_async_128_if(to, row, live, 4 * CHUNK * t, 4 * CHUNK * t)
+        row = x.iterator.toint() + row + 2 * COLUMNS * self.steps * warp
+        return row + CHUNK * (lane & 3)
+
+    @cute.jit
+    def request(
+        self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, at, scales_at, row,
+        live, lane,
+    ):  # fmt: skip
+        """Copies of the q-th group of an item, if it is there."""
+        place = SLOT_BYTES * slot
+        for b in cutlass.range_constexpr(self.blocks_of_group):
+            step = self.blocks_of_group * q + b
+            ptx.copy_async_128_if(
+                to + CHUNK * lane, at, live, place + BLOCK_BYTES * b,
+                self.step_bytes * step,
+            )  # fmt: skip
+        own = live
+        if cutlass.const_expr(self.blocks_of_group < STEPS_OF_GROUP):
+            own = live & Int32((lane & 3) < STEPS_OF_GROUP)
+        # Chunks change places, so that the rows of a matrix meet all banks.
+        g = lane >> 2
+        token = to + ROW_BYTES * g + CHUNK * ((lane & 3) ^ ((g >> 1) & 3))
+        ptx.copy_async_128_if(token, row, own, place + TOKENS_AT, ROW_BYTES * q)
+        own = live & Int32(lane < ROWS // CHUNK)
+        ptx.copy_async_128_if(
+            to + CHUNK * lane, scales_at, own, place + SCALES_AT, self.rows * q
+        )
         ptx.commit_copies()
 
     @cute.jit
     def multiply(
-        self, tokens, held, exponents, at, scales_at, then, scales_then, more, live,
+        self, to, at, scales_at, row, next_at, next_scales_at, next_row, more, zero,
         lane,
     ):  # fmt: skip
-        """This warp's sums of eight pairs, whose columns are at ``tokens``. A block that
-        was used makes way for a later one at ``at``, or if there is more to multiply,
-        one of the first at ``then``. ``live`` is 1, which the compiler must not know:
-        it would load everything at once, and then spill."""
+        """This warp's sums of eight pairs. A group that was used makes way for a later
+        one, or if there is more to multiply, one of the first of that."""
         acc = no_sums()
-        tokens = tokens + self.pitch * (lane & 7) + CHUNK * (lane >> 3)
-        ahead = self.fetch(tokens, 0)
-        own = ()
-        scales = []
-        for s in cutlass.range_constexpr(self.steps):
-            group = s // STEPS_OF_GROUP
-            slot = group % self.scale_ring
-            if cutlass.const_expr(s % STEPS_OF_GROUP == 0):
-                scales = factors(exponents, slot)
-                own = ahead
-                if cutlass.const_expr(s + STEPS_OF_GROUP < self.steps):
-                    ahead = self.fetch(tokens, group + 1)
-            block = words_of(held, TILES, s % self.ring)
-            half = 2 * (s % STEPS_OF_GROUP)
-            acc = product(acc, block, own[half : half + 2], scales)
-            new = s + self.ring
-            if cutlass.const_expr(new < self.steps):
-                self.request(held, s % self.ring, new, at, live, block)
-            else:
-                new = new - self.steps
-                self.request(held, s % self.ring, new, then, more, block)
-            if cutlass.const_expr((s + 1) % STEPS_OF_GROUP == 0 or self.steps == 1):
-                old = words_of(exponents, 2, slot)
-                new = group + self.scale_ring
-                if cutlass.const_expr(new < self.groups):
-                    self.request_scales(exponents, slot, new, scales_at, live, old)
-                else:
-                    new = new - self.groups
-                    self.request_scales(exponents, slot, new, scales_then, more, old)
+        r = lane & 7
+        token = to + ROW_BYTES * r + CHUNK * ((lane >> 3) ^ ((r >> 1) & 3))
+        free = to
+        for q in cutlass.range_constexpr(self.groups):
+            place = SLOT_BYTES * (q % self.ring)
+            ptx.wait_copies(self.ring - 1 - self.lag)
+            cute.arch.sync_warp()
+            tokens = ptx.load_matrices(
+                token, place + TOKENS_AT, 2 * self.blocks_of_group
+            )
+            scales = factors(read_scales(to, place + SCALES_AT, lane), 0)
+            blocks = [
+                read_block(to, place + BLOCK_BYTES * b, lane)
+                for b in range(self.blocks_of_group)
+            ]
+            if cutlass.const_expr(self.lag == 1):
+                self.ask(
+                    free, q, at, scales_at, row, next_at, next_scales_at, next_row,
+                    more, lane,
+                )  # fmt: skip
+            for b in cutlass.range_constexpr(self.blocks_of_group):
+                acc = product(acc, blocks[b], tokens[2 * b : 2 * b + 2], scales)
+            # The place is free when the products are there, which need what was read.
+            free = to + after(acc, zero)
+            if cutlass.const_expr(self.lag == 0):
+                self.ask(
+                    free, q, at, scales_at, row, next_at, next_scales_at, next_row,
+                    more, lane,
+                )  # fmt: skip
         return acc
 
-    def fetch(self, tokens, group):
-        """The B operands of two blocks, or of the only one."""
-        count = min(4, self.chunks)
-        return ptx.load_matrices(tokens, PAIR_BYTES * group, count)
+    @cute.jit
+    def ask(
+        self, free, q: cutlass.Constexpr, at, scales_at, row, next_at, next_scales_at,
+        next_row, more, lane,
+    ):  # fmt: skip
+        """Copies to the place that is free in the q-th group's turn."""
+        new = q - self.lag + self.ring
+        slot = new % self.ring
+        if cutlass.const_expr(new < self.groups):
+            self.request(free, slot, new, at, scales_at, row, Int32(1), lane)
+        else:
+            self.request(
+                free, slot, new - self.groups, next_at, next_scales_at, next_row, more,
+                lane,
+            )  # fmt: skip
 
-    def request(self, held, slot, s, at, live, old):
-        """A lane's words of block ``s`` of an item."""
-        request(held, slot, at, self.step_bytes * s, live, old)
-
-    def request_scales(self, exponents, slot, group, at, live, old):
-        """A lane's scales of a group of an item, as `request`."""
-        request_scales(exponents, slot, at, self.rows * group, live, old)
-
-    def leave(self, acc, area, g, c):
+    def leave(self, acc, area, lane):
         """A warp's sums to shared memory, [pair, row]."""
         for j in range(TILES):
             for i in range(4):
-                row = 16 * j + g + 8 * (i // 2)
-                place = area + 4 * (PITCH * (2 * c + i % 2) + row)
+                row = 16 * j + (lane >> 2) + 8 * (i // 2)
+                place = area + 4 * (PITCH * (2 * (lane & 3) + i % 2) + row)
                 ptx.store_shared_f32(place, acc[j][i])
 
     @cute.jit
-    def add(self, base, area, buffer, own, rank, lane, warp):
+    def add(self, base, buffer, own, rank, lane, warp):
         """This warp's pair: a lane adds four rows' sums, which stay here or go to the
         other CTA."""
         if lane < ROWS // 4:
-            at = area + 4 * PITCH * warp + 16 * lane
+            at = base + self.areas_at + 4 * PITCH * warp + 16 * lane
             value = ptx.load_shared_f32x4(at)
             for w in cutlass.range_constexpr(1, WARPS):
                 part = ptx.load_shared_f32x4(at, AREA * w)
@@ -403,7 +414,7 @@ class ExpertsUpKernel:
 
     @cute.jit
     def finish(
-        self, base, turn, own, pair, place, rank, lane, warp, weights, out, beta, linear
+        self, base, turn, own, pair, h_at, rank, lane, warp, weights, out, beta, linear
     ):
         """Four rows of a pair of a turn: this CTA's sums, the other's, h."""
         if (warp >> 2) == rank:
@@ -424,7 +435,7 @@ class ExpertsUpKernel:
                     h.append(share * situ(gate, up, beta, linear))
                 # Rows 4 q .. 4 q + 3 of a block are two pairs of columns to the next
                 # kernel, those of lanes 2 (q & 1) and the one behind.
-                at = place + 32 * (lane >> 3) + 16 * (lane & 1)
+                at = h_at + 32 * (lane >> 3) + 16 * (lane & 1)
                 at = at + (lane & 4) + (lane & 2)
                 for i in cutlass.range_constexpr(2):
                     pointer = cute.make_ptr(
