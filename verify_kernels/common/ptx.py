@@ -488,6 +488,22 @@ def wait_cluster(barrier, phase, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def permute(a, b, chosen, *, loc=None, ip=None):
+    """Four bytes of the eight of two Int32, 0 .. 3 those of ``a``: which, from the
+    lowest on, a constant's hexadecimal digits say. Pure."""
+    out = asm(
+        T.i32(),
+        [Int32(v).ir_value(loc=loc, ip=ip) for v in (a, b)],
+        f"prmt.b32 $0, $1, $2, {chosen};",
+        "=r,r,r",
+        effects=False,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(out)
+
+
+@dsl_user_op
 def float_bits(value, *, loc=None, ip=None):
     """The bits of a Float32 as Int32. Pure."""
     bits = llvm.bitcast(

@@ -226,6 +226,28 @@ def _select(decoder: Decoder, ins: Instruction) -> Decoded:
     return _apply(np.where, out, which, a, b)
 
 
+def _permute(decoder: Decoder, ins: Instruction) -> Decoded:
+    """prmt: of eight bytes those that the digits of a constant choose; a digit of 8 and
+    more gives eight times the sign of a byte."""
+    if ins.opcode != "prmt.b32" or not ins.operands[3].lstrip("0x").isalnum():
+        raise decoder.refuse("the machine takes prmt.b32 with a constant only")
+    chosen = int(ins.operands[3], 0)
+    out, a, b = [("u32", decoder.row(o, "u32")) for o in ins.operands[:3]]
+
+    def choose(a: Array, b: Array) -> Array:
+        both = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
+        found = np.zeros_like(both)
+        for i in range(4):
+            digit = chosen >> 4 * i & 15
+            byte = both >> np.uint64(8 * (digit & 7)) & np.uint64(0xFF)
+            if digit & 8:
+                byte = (byte >> np.uint64(7)) * np.uint64(0xFF)
+            found |= byte << np.uint64(8 * i)
+        return found.astype(np.uint32)
+
+    return _apply(choose, out, a, b)
+
+
 def _convert(decoder: Decoder, ins: Instruction) -> Decoded:
     _, *_, to, source = ins.opcode.split(".")
     sources = [(source, decoder.row(o, source)) for o in ins.operands[1:]]
@@ -275,6 +297,7 @@ BUILDERS: dict[str, Build] = {
     **dict.fromkeys(("mul", "mad"), _multiply),
     "setp": _compare,
     "selp": _select,
+    "prmt": _permute,
     "cvt": _convert,
     "mov": _move,
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both kernels share on the device: blocks of weights, their scales, products."""
 
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import MASK, STREAM
@@ -9,8 +9,8 @@ from verify_kernels.moe.device import MASK, STREAM
 #: Sign and magnitude of two numbers in their places in a bf16, as signed words.
 SIGNS = 0x80008000 - 2**32
 MAGNITUDES = 0x01C001C0
-#: 126 in each byte: the exponent of 2^126 and a scale is their bytes' sum.
-SHIFTS = 0x7E7E7E7E
+#: 2^126 as a bf16, twice: its exponent and a scale's are added.
+SHIFTS = 0x3F003F00
 TILES = 4
 
 
@@ -38,21 +38,22 @@ def factors(exponents, group):
     """2^126 and a group's scales as bf16 pairs: of each tile's row g and row g + 8."""
     found = []
     for j in range(2):
-        word = exponents[2 * group + j] + SHIFTS
+        word = exponents[2 * group + j]
         # An exponent stands at bit 7 of a bf16.
-        bytes_of = [(word >> (8 * i)) & 0xFF for i in range(4)]
-        found += [byte * 0x00800080 for byte in bytes_of]
+        bytes_of = [ptx.permute(word, Int32(0), 0x4440 + i) for i in range(4)]
+        found += [byte * 0x00800080 + SHIFTS for byte in bytes_of]
     return [(found[2 * j], found[2 * j + 1]) for j in range(TILES)]
 
 
 def weights_of(word, low, high):
     """The A registers of one mma: four pairs of bf16 weights of a word's eight."""
     # A product with two powers of two is two shifts, and their sum.
+    shifted = word >> 6
     pairs = (
         ((word & 0x000F000F) * 0x1040) & MASK,
-        (((word >> 2) & 0x03C003C0) * 0x0041) & MASK,
+        ((shifted & 0x003C003C) * 0x0410) & MASK,
         ((word & 0x00F000F0) * 0x0104) & MASK,
-        (word & SIGNS) | ((word >> 6) & MAGNITUDES),
+        (word & SIGNS) | (shifted & MAGNITUDES),
     )
     return [
         ptx.mul_bf16x2(pair, factor)

@@ -209,9 +209,9 @@ class ExpertsUpKernel:
         at, scales_at, begin, count = self.place(
             words, scales, experts, offsets, first, there, rank, warp, lane
         )
-        row = self.row_of(x, pairs, begin, count, Int32(0), warp, lane)
+        row, size = self.row_of(x, pairs, begin, count, Int32(0), warp, lane)
         for q in cutlass.range_constexpr(self.ring - self.lag):
-            self.request(to, q, q, at, scales_at, row, Int32(there), lane)
+            self.request(to, q, q, at, scales_at, row, size, Int32(there), lane)
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
         turn = Int32(0)
@@ -229,7 +229,7 @@ class ExpertsUpKernel:
             for column in cutlass.range(0, count, PAIRS, unroll=1):
                 # Next come the other pairs of this item, or the next one.
                 again = column + PAIRS < count
-                next_row = self.row_of(
+                next_row, next_size = self.row_of(
                     x,
                     pairs,
                     cutlass.select_(again, begin, next_begin),
@@ -239,9 +239,9 @@ class ExpertsUpKernel:
                     lane,
                 )
                 acc = self.multiply(
-                    to, at, scales_at, row,
+                    to, at, scales_at, row, size,
                     cutlass.select_(again, at, next_at),
-                    cutlass.select_(again, scales_at, next_scales_at), next_row,
+                    cutlass.select_(again, scales_at, next_scales_at), next_row, next_size,
                     Int32(there | again), zero, lane,
                 )  # fmt: skip
                 if turn > 0:
@@ -260,6 +260,7 @@ class ExpertsUpKernel:
                 pair = cutlass.select_(mine < count, pair, Int32(-1))
                 turn = turn + 1
                 row = next_row
+                size = next_size
             at = next_at
             scales_at = next_scales_at
             begin = next_begin
@@ -295,18 +296,19 @@ class ExpertsUpKernel:
     @cute.jit
     def row_of(self, x, pairs, begin, count, column, warp, lane):
         """Where this lane's part of a pair's row begins, of an item's eight pairs from
-        ``column`` on."""
-        # A column without a pair repeats the last: nobody takes its sums.
-        own = cutlass.min(column + (lane >> 2), count - 1)
-        pair = cutlass.max(pairs[cutlass.max(begin + own, Int32(0))], Int32(0))
-        row = Int64(2) * x.stride[0] * (pair >> self.k_bits)
+        ``column`` on, and the bytes there are of a chunk: none without a pair."""
+        own = column + (lane >> 2)
+        there = own < count
+        pair = pairs[begin + cutlass.select_(there, own, Int32(0))]
+        row = Int64(2) * x.stride[0] * (cutlass.max(pair, Int32(0)) >> self.k_bits)
         row = x.iterator.toint() + row + 2 * COLUMNS * self.steps * warp
-        return row + CHUNK * (lane & 3)
+        size = cutlass.select_(there, Int32(CHUNK), Int32(0))
+        return row + CHUNK * (lane & 3), size
 
     @cute.jit
     def request(
         self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, at, scales_at, row,
-        live, lane,
+        size, live, lane,
     ):  # fmt: skip
         """Copies of the q-th group of an item, if it is there."""
         place = SLOT_BYTES * slot
@@ -322,7 +324,9 @@ class ExpertsUpKernel:
         # Chunks change places, so that the rows of a matrix meet all banks.
         g = lane >> 2
         token = to + ROW_BYTES * g + CHUNK * ((lane & 3) ^ ((g >> 1) & 3))
-        ptx.copy_async_128_if(token, row, own, place + TOKENS_AT, ROW_BYTES * q)
+        ptx.copy_async_128_if(
+            token, row, own, place + TOKENS_AT, ROW_BYTES * q, size=size
+        )
         own = live & Int32(lane < ROWS // CHUNK)
         ptx.copy_async_128_if(
             to + CHUNK * lane, scales_at, own, place + SCALES_AT, self.rows * q
@@ -331,8 +335,8 @@ class ExpertsUpKernel:
 
     @cute.jit
     def multiply(
-        self, to, at, scales_at, row, next_at, next_scales_at, next_row, more, zero,
-        lane,
+        self, to, at, scales_at, row, size, next_at, next_scales_at, next_row,
+        next_size, more, zero, lane,
     ):  # fmt: skip
         """This warp's sums of eight pairs. A group that was used makes way for a later
         one, or if there is more to multiply, one of the first of that."""
@@ -354,8 +358,8 @@ class ExpertsUpKernel:
             ]
             if cutlass.const_expr(self.lag == 1):
                 self.ask(
-                    free, q, at, scales_at, row, next_at, next_scales_at, next_row,
-                    more, lane,
+                    free, q, at, scales_at, row, size, next_at, next_scales_at,
+                    next_row, next_size, more, lane,
                 )  # fmt: skip
             for b in cutlass.range_constexpr(self.blocks_of_group):
                 acc = product(acc, blocks[b], tokens[2 * b : 2 * b + 2], scales)
@@ -363,25 +367,25 @@ class ExpertsUpKernel:
             free = to + after(acc, zero)
             if cutlass.const_expr(self.lag == 0):
                 self.ask(
-                    free, q, at, scales_at, row, next_at, next_scales_at, next_row,
-                    more, lane,
+                    free, q, at, scales_at, row, size, next_at, next_scales_at,
+                    next_row, next_size, more, lane,
                 )  # fmt: skip
         return acc
 
     @cute.jit
     def ask(
-        self, free, q: cutlass.Constexpr, at, scales_at, row, next_at, next_scales_at,
-        next_row, more, lane,
+        self, free, q: cutlass.Constexpr, at, scales_at, row, size, next_at,
+        next_scales_at, next_row, next_size, more, lane,
     ):  # fmt: skip
         """Copies to the place that is free in the q-th group's turn."""
         new = q - self.lag + self.ring
         slot = new % self.ring
         if cutlass.const_expr(new < self.groups):
-            self.request(free, slot, new, at, scales_at, row, Int32(1), lane)
+            self.request(free, slot, new, at, scales_at, row, size, Int32(1), lane)
         else:
             self.request(
-                free, slot, new - self.groups, next_at, next_scales_at, next_row, more,
-                lane,
+                free, slot, new - self.groups, next_at, next_scales_at, next_row,
+                next_size, more, lane,
             )  # fmt: skip
 
     def leave(self, acc, area, lane):
