@@ -17,6 +17,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from tests.verify_kernels import test_moe_experts as tests
 from tests.verify_kernels.machine import GlobalMemory, kernels, launch, tensor_argument
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
 from verify_kernels.moe import ExpertBank, ExpertPlan, HummingBank, down, experts, up
@@ -36,7 +37,7 @@ SMALL = (128, 64, 16, 4)
 @dataclass(frozen=True)
 class Half:
     """How a half is made and launched: clusters of some CTAs, whose number is given or
-    follows from the latent columns that one owns."""
+    follows from the latent columns that one owns, and the rows if not all."""
 
     kernel: Callable[..., Any]
     arguments: Callable[..., Any]
@@ -44,6 +45,7 @@ class Half:
     clusters: int = 0
     columns: int = 0
     given: int = 4
+    rows: int = MAX_ROWS
 
     def grid(self, latent: int) -> int:
         return self.ctas * (self.clusters or latent // self.columns)
@@ -62,6 +64,7 @@ HALVES = {
             2,
             columns=64,
             given=5,
+            rows=8,
         ),
     ),
 }
@@ -86,10 +89,8 @@ def run(
     out: Tensor,
     *,
     seed: int = 0,
-    most: int = 0,
 ) -> None:
-    """Both launches; ``most``: rows of the kernel of the second half, if not the one
-    that would be taken."""
+    """Both launches."""
     rows = latent.shape[:1]
     first = {
         "x": (latent, rows, latent.stride()[:1]),
@@ -110,9 +111,6 @@ def run(
         HALVES[type(bank)], (first, second), (numbers, []), strict=True
     ):
         form = (*shape, bank.held) if isinstance(bank, HummingBank) else shape
-        if half.kernel is humming_down.ExpertsDownKernel:
-            most = most or (8 if len(latent) <= 8 else 64)
-            form = (*form, most)
         kernel, ptx = compiled(half, *form)
         memory = GlobalMemory()
         parameters = []
@@ -125,7 +123,7 @@ def run(
             ptx,
             memory,
             parameters + rest,
-            grid=(half.grid(shape[0]), 1, 1),
+            grid=(half.grid(shape[0]), -(-len(latent) // half.rows), 1),
             block=(getattr(kernel, "threads", 256), 1, 1),
             cluster=(half.ctas, 1, 1),
             shared_bytes=kernel.shared_bytes,
@@ -196,21 +194,18 @@ def test_rows_schedules_and_padding_have_the_same_bits(kind: type[tests.Bank]) -
 
 
 @pytest.mark.parametrize("shape", [TINY, STEPS], ids=str)
-def test_few_and_many_rows_have_the_same_bits(shape: Shape) -> None:
-    """The second half has a kernel for up to eight rows and one for more. Some rows
-    have an expert twice or only one, four times."""
+def test_a_row_may_have_an_expert_twice(shape: Shape) -> None:
+    """Or only one, four times; beside rows that have it once."""
     weights = tests.experts_of(shape, 2)
     bank = weights.bank(HummingBank)
-    ids, shares = tests.choice(shape, 8, 2, 6)
+    ids, shares = tests.choice(shape, 10, 2, 6)
     ids[1, 2] = ids[1, 0]
     ids[2, 1:] = ids[2, 0]
     ids[4:6] = ids[3]
-    latent = tests.latent_rows(shape, 8, 2)
-
-    def by(most: int) -> Tensor:
-        one = functools.partial(run, shape, most=most)
-        return tests.result(one, shape, bank, latent, ids, shares)
-
-    few = by(8)
-    assert torch.equal(few, by(64))
-    tests.check_errors(few, latent, ids, shares, weights)
+    ids[9] = ids[2]
+    latent = tests.latent_rows(shape, 10, 2)
+    one = functools.partial(run, shape)
+    found = tests.result(one, shape, bank, latent, ids, shares)
+    tests.check_errors(found, latent, ids, shares, weights)
+    alone = tests.result(one, shape, bank, latent[2:3], ids[2:3], shares[2:3])
+    assert torch.equal(alone, found[2:3])

@@ -274,7 +274,7 @@ def moe_experts(
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
     there = isinstance(bank, HummingBank)
     if isinstance(bank, HummingBank):
-        up_name, down_name = bank.up_name(shape), bank.down_name(shape, rows)
+        up_name, down_name = bank.up_name(shape), bank.down_name(shape)
     else:
         up_name, down_name = (bank.variant_name(half, shape) for half in ("up", "down"))
     _compiled(device.index, up_name)(

@@ -37,8 +37,6 @@ FORMS = (
 )
 #: CTAs of the first half that an SM holds.
 CTAS_PER_SM = 2
-#: Rows up to which there is a kernel of the second half.
-ROWS_AT_MOST = (8, MAX_ROWS)
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
 Shape = tuple[int, int, int, int]
 
@@ -146,10 +144,9 @@ class HummingBank:
         """Name of the first half; says all that its kernel is made from."""
         return _name("up", shape, self.held)
 
-    def down_name(self, shape: Shape, rows: int) -> str:
-        """Name of the second half for a number of rows."""
-        most = next(m for m in ROWS_AT_MOST if rows <= m)
-        return f"{_name('down', shape, self.held)}_m{most}"
+    def down_name(self, shape: Shape) -> str:
+        """Name of the second half; says all that its kernel is made from."""
+        return _name("down", shape, self.held)
 
     @staticmethod
     def grid(device: int) -> int:
@@ -220,30 +217,23 @@ def _down_arguments(
 
 
 def variants() -> list[Variant]:
-    """Both halves for every form in `FORMS`, the second for each of `ROWS_AT_MOST`."""
+    """Both halves for every form in `FORMS`."""
     from verify_kernels.moe.humming.down import ExpertsDownKernel
     from verify_kernels.moe.humming.up import ExpertsUpKernel
 
-    first = [
+    halves = (
+        ("up", ExpertsUpKernel, _up_arguments, 128, 113 * 1024),
+        ("down", ExpertsDownKernel, _down_arguments, 80, 227 * 1024),
+    )
+    return [
         Variant(
             op="moe",
-            name=_name("up", shape, held),
-            kernel=ExpertsUpKernel(*shape, held),
-            arguments=functools.partial(_up_arguments, *shape, held),
-            max_registers=128,
-            max_shared_bytes=113 * 1024,
+            name=_name(half, shape, held),
+            kernel=kernel(*shape, held),
+            arguments=functools.partial(arguments, *shape, held),
+            max_registers=registers,
+            max_shared_bytes=shared,
         )
         for shape, held in FORMS
+        for half, kernel, arguments, registers, shared in halves
     ]
-    second = [
-        Variant(
-            op="moe",
-            name=f"{_name('down', shape, held)}_m{most}",
-            kernel=ExpertsDownKernel(*shape, held, most),
-            arguments=functools.partial(_down_arguments, *shape, held),
-            max_registers=168,
-        )
-        for shape, held in FORMS
-        for most in ROWS_AT_MOST
-    ]
-    return [*first, *second]

@@ -241,8 +241,8 @@ class ExpertsUpKernel:
                 acc = self.multiply(
                     to, at, scales_at, row, size,
                     cutlass.select_(again, at, next_at),
-                    cutlass.select_(again, scales_at, next_scales_at), next_row, next_size,
-                    Int32(there | again), zero, lane,
+                    cutlass.select_(again, scales_at, next_scales_at), next_row,
+                    next_size, Int32(there | again), zero, lane,
                 )  # fmt: skip
                 if turn > 0:
                     self.finish(
