@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dspark_k3.target.scope import STOCK_EXPERTS
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.moe import ExpertPlan, HummingBank, moe_experts
-from verify_kernels.moe.humming.host import FORMS
-from verify_kernels.moe.humming.layout import whole_blocks
+from verify_kernels.moe import ExpertBank, ExpertPlan, moe_experts
+from verify_kernels.moe.experts import FORMS
+from verify_kernels.moe.layout import whole_blocks
 
 #: What a layer's half may have beside its weights.
 EXTRA = ("bias", "weight_scale_2", "zero_point")
@@ -45,7 +45,7 @@ class Experts:
                 f"{', '.join(found)}; {STOCK_EXPERTS}"
             )
         try:
-            self._bank = HummingBank.of_layer(
+            self._bank = ExpertBank.of_layer(
                 layer.w13_weight.data,
                 layer.w13_weight_scale.data,
                 layer.w2_weight.data,

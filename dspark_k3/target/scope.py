@@ -18,9 +18,9 @@ from dspark_k3.target.projections import without_kernel
 from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
+from verify_kernels.moe.experts import FORMS as EXPERTS
 from verify_kernels.moe.host import FORMS as ROUTES
-from verify_kernels.moe.humming.host import FORMS as EXPERTS
-from verify_kernels.moe.humming.layout import whole_blocks
+from verify_kernels.moe.layout import whole_blocks
 
 #: Compute capabilities on which the executor ran. The kernels are compiled for sm_100a
 #: and sm_103a too, which nobody has run.

@@ -21,7 +21,7 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.dense.reference import situ
 from verify_kernels.moe import ExpertBank, ExpertPlan, reference
 from verify_kernels.moe.experts import SHAPES
-from verify_kernels.moe.layout import Tiles
+from verify_kernels.moe.layout import Blocks
 from verify_kernels.moe.mxfp4 import GROUP, Mxfp4, dequantise
 
 #: How rows choose: each for itself, or half of the row before's and half for itself.
@@ -133,10 +133,10 @@ def packed(gate: Mxfp4, up: Mxfp4, down: Mxfp4) -> ExpertBank:
         for at in range(0, experts, each)
     ]
 
-    def joined(tiles: Callable[[ExpertBank], Tiles]) -> Tiles:
-        return Tiles(
-            torch.cat([tiles(bank).words for bank in banks]),
-            torch.cat([tiles(bank).scales for bank in banks]),
+    def joined(half: Callable[[ExpertBank], Blocks]) -> Blocks:
+        return Blocks(
+            torch.cat([half(bank).words for bank in banks]),
+            torch.cat([half(bank).scales for bank in banks]),
         )
 
     return ExpertBank(
@@ -144,7 +144,7 @@ def packed(gate: Mxfp4, up: Mxfp4, down: Mxfp4) -> ExpertBank:
         joined(lambda bank: bank.down),
         2 * half,
         inner,
-        experts,
+        inner,
     )
 
 

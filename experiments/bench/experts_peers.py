@@ -30,7 +30,7 @@ from experiments.bench.experts_ways import EXPERTS, ROUTED, ways_of
 from experiments.bench.ways import Run, Way, Ways
 from experiments.byte_model import MIN_EXPERT_SHARD
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe import HummingBank
+from verify_kernels.moe import ExpertBank
 from verify_kernels.moe.mxfp4 import Mxfp4
 
 HUMMING, MARLIN = "humming", "marlin"
@@ -64,7 +64,7 @@ class Layer(Protocol):
     def experts(self, latent: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
         """The weighted sum, bf16 [M, L]."""
 
-    def bank(self) -> HummingBank:
+    def bank(self) -> ExpertBank:
         """Its weights for our kernels, if it is Humming's."""
 
 
@@ -235,10 +235,10 @@ class VllmLayer:
             )
         return out[..., : latent.shape[1]]
 
-    def bank(self) -> HummingBank:
+    def bank(self) -> ExpertBank:
         """See `Layer`; ValueError if they are not as Humming holds them."""
         layer = self._layer
-        return HummingBank.of_layer(
+        return ExpertBank.of_layer(
             layer.w13_weight.data,
             layer.w13_weight_scale.data,
             layer.w2_weight.data,

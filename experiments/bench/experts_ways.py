@@ -12,7 +12,7 @@ from experiments.bench.candidate import OURS, Mode, reason
 from experiments.bench.experts_data import Step, Weights
 from experiments.bench.ways import Run, Way, Ways
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.moe import ExpertBank, ExpertPlan, HummingBank
+from verify_kernels.moe import ExpertBank, ExpertPlan
 
 #: What is timed: the experts, ids and shares being there, or routing before them.
 EXPERTS, ROUTED = "experts", "route+experts"
@@ -35,7 +35,7 @@ def ours(weights: Weights, modes: Sequence[Mode]) -> Ways[Step]:
 
 
 def ways_of(
-    bank: ExpertBank | HummingBank, name: str, modes: Sequence[Mode], note: str = ""
+    bank: ExpertBank, name: str, modes: Sequence[Mode], note: str = ""
 ) -> list[Way[Step]]:
     """Our kernels over a bank, the experts alone and after our routing."""
     from verify_kernels.moe import moe_experts, moe_route

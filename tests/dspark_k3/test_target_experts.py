@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.verify_kernels.test_moe_experts import Weights, by_torch, experts_of
-from verify_kernels.moe import HummingBank
+from verify_kernels.moe import ExpertBank
 from verify_kernels.moe.reference import expert_plan
 from verify_kernels.moe.reference import route as reference_route
 
@@ -61,7 +61,7 @@ def form(**changes: Any) -> SimpleNamespace:
 
 def layer(weights: Weights, **changes: Any) -> SimpleNamespace:
     """vLLM's layer of a small K3 after Humming has repacked its weights."""
-    bank = weights.bank(HummingBank)
+    bank = weights.bank()
     attributes = {
         "w13_weight": nn.Parameter(bank.up.words.flatten(2), requires_grad=False),
         "w13_weight_scale": nn.Parameter(bank.up.scales, requires_grad=False),
@@ -110,7 +110,7 @@ def test_moe_runs_the_experts_that_our_routing_chose(
         return shares.copy_(own), ids.copy_(found)
 
     def moe_experts(
-        latent: Tensor, shares: Tensor, plan: Any, bank: HummingBank, inner: Tensor,
+        latent: Tensor, shares: Tensor, plan: Any, bank: ExpertBank, inner: Tensor,
         **keywords: Any,
     ) -> Tensor:  # fmt: skip
         assert keywords == {"pdl": True, "beta": 4.0, "linear_beta": 25.0}

@@ -15,7 +15,7 @@ from experiments.bench import experts_peers
 from experiments.bench.candidate import MODES
 from experiments.bench.experts_data import INDEPENDENT, ExpertsShape, Step, Weights
 from experiments.bench.experts_ways import EXPERTS, ROUTED
-from verify_kernels.moe import HummingBank
+from verify_kernels.moe import ExpertBank
 
 CPU = torch.device("cpu")
 SHAPE = ExpertsShape(16, 128, 64, 16, 4)
@@ -204,8 +204,8 @@ def test_a_peer_runs_once_before_any_is_timed(fake: FakeVllm) -> None:
                 raise RuntimeError("no kernel image")
             return super().experts(latent, shares, ids)
 
-        def bank(self) -> HummingBank:
-            return HummingBank.of(weights.gate, weights.up, weights.down)
+        def bank(self) -> ExpertBank:
+            return ExpertBank.of(weights.gate, weights.up, weights.down)
 
     offer = experts_peers.peers(SHAPE, weights, warm, Layer)
     assert offer.missing == {"marlin": "RuntimeError: no kernel image"}
@@ -229,7 +229,7 @@ def test_a_layer_whose_weights_ours_cannot_read_is_a_peer_all_the_same(
     warm = Step.draw(SHAPE, INDEPENDENT, 8, 1, CPU)
 
     class Layer(experts_peers.VllmLayer):
-        def bank(self) -> HummingBank:
+        def bank(self) -> ExpertBank:
             raise ValueError("in another order")
 
     offer = experts_peers.peers(SHAPE, weights, warm, Layer, ["humming"])

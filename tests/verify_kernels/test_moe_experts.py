@@ -14,18 +14,10 @@ from torch import Tensor
 from experiments.bench.neighbours import neighbours
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.dense.reference import situ
-from verify_kernels.moe import (
-    ExpertBank,
-    ExpertPlan,
-    HummingBank,
-    layout,
-    moe_experts,
-    reference,
-)
+from verify_kernels.moe import ExpertBank, ExpertPlan, moe_experts, reference
 from verify_kernels.moe.experts import SHAPES, Shape
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
 
-Bank = ExpertBank | HummingBank
 #: Latent rows, weights of the choice, plan, bank, inner, out -> nothing.
 Run = Callable[[Tensor, Tensor, ExpertPlan, Any, Tensor, Tensor], None]
 
@@ -38,8 +30,8 @@ class Weights:
     up: Mxfp4
     down: Mxfp4
 
-    def bank(self, kind: type[Bank] = ExpertBank) -> Any:
-        return kind.of(self.gate, self.up, self.down)
+    def bank(self) -> ExpertBank:
+        return ExpertBank.of(self.gate, self.up, self.down)
 
     def expert(self, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, down = (
@@ -74,7 +66,7 @@ def experts_of(shape: Shape, seed: int = 0, device: str = "cpu") -> Weights:
     )
 
 
-def filled(weights: Weights, held: int, byte: int = 0) -> HummingBank:
+def filled(weights: Weights, held: int, byte: int = 0) -> ExpertBank:
     """A Humming layer's bank of ``held`` rows of gate and up, those past the experts'
     full of a byte, with scales of 1."""
     more = held - weights.gate.packed.shape[1]
@@ -87,7 +79,7 @@ def filled(weights: Weights, held: int, byte: int = 0) -> HummingBank:
         )
 
     gate, up = (fill(one, more, 0) for one in (weights.gate, weights.up))
-    whole = HummingBank.of(gate, up, fill(weights.down, 0, more))
+    whole = ExpertBank.of(gate, up, fill(weights.down, 0, more))
     return replace(whole, inner=held - more)
 
 
@@ -153,7 +145,7 @@ def check_errors(
 def result(
     run: Run,
     shape: Shape,
-    bank: Bank,
+    bank: ExpertBank,
     latent: Tensor,
     ids: Tensor,
     shares: Tensor,
@@ -181,7 +173,7 @@ def on_gpu(
     latent: Tensor,
     shares: Tensor,
     plan: ExpertPlan,
-    bank: Bank,
+    bank: ExpertBank,
     inner: Tensor,
     out: Tensor,
     *,
@@ -201,75 +193,6 @@ def changed(bank: Any, change: Callable[[Tensor], Tensor], **other: int) -> Any:
 
 def moved(bank: Any, device: str) -> Any:
     return changed(bank, lambda x: x.to(device))
-
-
-def test_a_tile_unpacks_to_its_weights() -> None:
-    """Every word's bits by the module's table."""
-    weight = mxfp4((2, 32, 192), 3)
-    tiles = layout.pack(weight, 2)
-    assert tiles.words.shape == (2, 2, 2, 2, 128)
-    dense = dequantise(weight)
-    lane, j = torch.meshgrid(torch.arange(32), torch.arange(4), indexing="ij")
-    words = tiles.words.view(2, 2, 4, 32, 4).to(torch.int64) & 0xFFFFFFFF
-    scales = tiles.scales.view(2, 2, 2, 16, 2).to(torch.int64) & 0xFFFF
-    for (half, pair), places in layout.PLACES.items():
-        for column in range(2):
-            bits = [(words >> (place + 16 * column)) & 1 for place in places]
-            sign, top, middle, low = bits
-            magnitude = 4 * top + 2 * middle + low
-            grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-            value = grid[magnitude] * (1 - 2 * sign)
-            k = 16 * (lane % 4) + 4 * j + 2 * pair + column
-            row = lane // 4 + 8 * half
-            for t in range(3):
-                lanes = 2 * (lane // 4) + lane % 4 // 2
-                exponent = scales[:, :, t // 2, :, t % 2][:, :, lanes]
-                exponent = (exponent >> (8 * half)) & 0xFF
-                power = torch.pow(2.0, (exponent - layout.SHIFT - 127).double())
-                for block in range(2):
-                    right = dense[:, 16 * block + row, 64 * t + k]
-                    assert torch.equal(value[:, block, t] * power[:, block], right)
-    assert not words[:, :, 3].any()
-
-
-def test_gate_and_up_share_a_block() -> None:
-    gate, up = mxfp4((1, 16, 64), 1), mxfp4((1, 16, 64), 2)
-    both = layout.pack_gate_up(gate, up, 1)
-    for block in range(2):
-        rows = slice(8 * block, 8 * block + 8)
-        stacked = Mxfp4(
-            torch.cat((gate.packed[:, rows], up.packed[:, rows]), 1),
-            torch.cat((gate.scales[:, rows], up.scales[:, rows]), 1),
-        )
-        alone = layout.pack(stacked, 1)
-        assert torch.equal(both.words[:, block : block + 1], alone.words)
-        assert torch.equal(both.scales[:, block : block + 1], alone.scales)
-
-
-@pytest.mark.parametrize(
-    ("weight", "words"),
-    [
-        (mxfp4((1, 8, 64), 0), "8 x 64; the kernels take multiples of 16 x 64"),
-        (mxfp4((1, 16, 96), 0), "16 x 96; the kernels take multiples"),
-        (
-            Mxfp4(
-                torch.zeros(1, 16, 32, dtype=torch.uint8),
-                torch.full((1, 16, 2), 129, dtype=torch.uint8),
-            ),
-            r"a scale byte is 129; .* up to 2\^1, byte 128",
-        ),
-    ],
-)
-def test_weights_that_the_kernels_do_not_take(weight: Mxfp4, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        layout.pack(weight, 1)
-
-
-def test_a_bank_of_other_experts_is_refused() -> None:
-    bank = experts_of(SHAPES[-1]).bank()
-    for change in ({"experts": 17}, {"latent": 256}, {"inner": 128}):
-        with pytest.raises(ValueError, match=r"(up|down) has words and scales \(\(16"):
-            replace(bank, **change)
 
 
 def arguments() -> dict[str, Any]:
@@ -333,37 +256,30 @@ def test_bad_input_is_refused(change: dict[str, Any], words: str) -> None:
         moe_experts(**arguments() | change)
 
 
-def some_experts(
-    shape: Shape, seed: int, kind: type[Bank] = ExpertBank, count: int = 64
-) -> Any:
+def some_experts(shape: Shape, seed: int, count: int = 64) -> ExpertBank:
     """A bank on the GPU whose first ``count`` experts differ and then come again: a
     checkpoint of this size would take minutes to draw and pack."""
     latent, inner, experts, _ = shape
     weights = experts_of((latent, inner, min(count, experts), 0), seed, "cuda")
     times = -(-experts // min(count, experts))
-    told = {"experts": experts} if kind is ExpertBank else {}
-    return changed(
-        weights.bank(kind),
-        lambda x: x.repeat(times, *[1] * (x.dim() - 1))[:experts],
-        **told,
+    bank: ExpertBank = changed(
+        weights.bank(), lambda x: x.repeat(times, *[1] * (x.dim() - 1))[:experts]
     )
+    return bank
 
 
-#: Two of K3's and two tiny ones, in each layout.
-GPU_CASES = [
-    pytest.param(kind, shape, id=f"{kind.__name__}-{shape}")
-    for kind in (ExpertBank, HummingBank)
-    for shape in kind.SHAPES
-    if shape[1] in (192, 256, 384) or shape[2] == 16
-]
+#: Two of K3's and two tiny ones.
+GPU_SHAPES = pytest.mark.parametrize(
+    "shape", [s for s in SHAPES if s[1] in (192, 384) or s[2] == 16], ids=str
+)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "shape"), GPU_CASES)
-def test_against_torch(kind: type[Bank], shape: Shape) -> None:
+@GPU_SHAPES
+def test_against_torch(shape: Shape) -> None:
     count = min(64, shape[2])
     small = experts_of((*shape[:2], count, 0), 5, "cuda")
-    bank = some_experts(shape, 5, kind)
+    bank = some_experts(shape, 5)
     for rows, spread in ((1, None), (2, None), (5, 20), (8, None), (9, 20), (64, None)):
         spread = None if spread is None or spread > shape[2] else spread
         ids, shares = choice(shape, rows, rows, spread)
@@ -373,10 +289,10 @@ def test_against_torch(kind: type[Bank], shape: Shape) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "shape"), GPU_CASES)
-def test_rows_do_not_depend_on_batch_mates(kind: type[Bank], shape: Shape) -> None:
+@GPU_SHAPES
+def test_rows_do_not_depend_on_batch_mates(shape: Shape) -> None:
     """Field case F40: each row alone and the first M of 64 for every M, bit for bit."""
-    bank = some_experts(shape, 6, kind)
+    bank = some_experts(shape, 6)
     ids, shares = choice(shape, 64, 6, min(shape[2], 40))
     latent, shares = latent_rows(shape, 64, 6).cuda(), shares.cuda()
 
@@ -393,11 +309,9 @@ def test_rows_do_not_depend_on_batch_mates(kind: type[Bank], shape: Shape) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize(("kind", "shape"), GPU_CASES)
-def test_a_thousand_repeats_with_another_stream_busy(
-    kind: type[Bank], shape: Shape, pdl: bool
-) -> None:
-    bank = some_experts(shape, 7, kind)
+@GPU_SHAPES
+def test_a_thousand_repeats_with_another_stream_busy(shape: Shape, pdl: bool) -> None:
+    bank = some_experts(shape, 7)
     latent = latent_rows(shape, 64, 7).cuda()
     inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)

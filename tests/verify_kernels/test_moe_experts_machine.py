@@ -17,14 +17,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from tests.verify_kernels import test_moe_experts as tests
 from tests.verify_kernels.machine import GlobalMemory, kernels, launch, tensor_argument
-from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.variant import Variant
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe import ExpertBank, ExpertPlan, HummingBank, down, experts, up
+from verify_kernels.moe import ExpertBank, ExpertPlan, down, experts, up
 from verify_kernels.moe.experts import Shape
-from verify_kernels.moe.humming import down as humming_down
-from verify_kernels.moe.humming import host as humming
-from verify_kernels.moe.humming import up as humming_up
 
 #: One or two tiles of K for each of eight warps, or none; K3's cut of K over the warps;
 #: several steps of I.
@@ -36,46 +32,29 @@ SMALL = (128, 64, 16, 4)
 
 @dataclass(frozen=True)
 class Half:
-    """How a half is made and launched: clusters of some CTAs, whose number is given or
-    follows from the latent columns that one owns, and the rows if not all."""
+    """How a half is made and launched."""
 
     kernel: Callable[..., Any]
     arguments: Callable[..., Any]
-    ctas: int
-    clusters: int = 0
-    columns: int = 0
-    given: int = 4
-    rows: int = MAX_ROWS
-
-    def grid(self, latent: int) -> int:
-        return self.ctas * (self.clusters or latent // self.columns)
+    #: CTAs, given the latent columns and the rows.
+    grid: Callable[[int, int], tuple[int, int, int]]
 
 
-HALVES = {
-    ExpertBank: (
-        Half(up.ExpertsUpKernel, experts._up_arguments, 1, clusters=3),
-        Half(down.ExpertsDownKernel, experts._down_arguments, 1, columns=16),
+HALVES = (
+    Half(up.ExpertsUpKernel, experts._up_arguments, lambda latent, rows: (6, 1, 1)),
+    Half(
+        down.ExpertsDownKernel,
+        experts._down_arguments,
+        lambda latent, rows: (latent // 32, -(-rows // 8), 1),
     ),
-    HummingBank: (
-        Half(humming_up.ExpertsUpKernel, humming._up_arguments, 2, clusters=3, given=5),
-        Half(
-            humming_down.ExpertsDownKernel,
-            humming._down_arguments,
-            2,
-            columns=64,
-            given=5,
-            rows=8,
-        ),
-    ),
-}
-KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.__name__)
+)
 
 
 @functools.cache
 def compiled(half: Half, *form: int) -> tuple[Any, str]:
     """A half's kernel and PTX."""
     kernel = half.kernel(*form)
-    made = functools.partial(half.arguments, *form[: half.given])
+    made = functools.partial(half.arguments, *form)
     return kernel, kernels.ptx_of(Variant("moe", "half", kernel, made))
 
 
@@ -84,7 +63,7 @@ def run(
     latent: Tensor,
     shares: Tensor,
     plan: ExpertPlan,
-    bank: tests.Bank,
+    bank: ExpertBank,
     inner: Tensor,
     out: Tensor,
     *,
@@ -103,15 +82,11 @@ def run(
         "x": (inner, (), ()),
         "words": (bank.down.words, (), ()),
         "scales": (bank.down.scales, (), ()),
-        "weights": (shares, rows, ()),
         "out": (out, rows, out.stride()[:1]),
     }
     numbers = [np.float32(x).tobytes() for x in (SITU_BETA, SITU_LINEAR_BETA)]
-    for half, tensors, rest in zip(
-        HALVES[type(bank)], (first, second), (numbers, []), strict=True
-    ):
-        form = (*shape, bank.held) if isinstance(bank, HummingBank) else shape
-        kernel, ptx = compiled(half, *form)
+    for half, tensors, rest in zip(HALVES, (first, second), (numbers, []), strict=True):
+        kernel, ptx = compiled(half, *shape, bank.held)
         memory = GlobalMemory()
         parameters = []
         for name in kernel.parameters:
@@ -123,9 +98,9 @@ def run(
             ptx,
             memory,
             parameters + rest,
-            grid=(half.grid(shape[0]), -(-len(latent) // half.rows), 1),
-            block=(getattr(kernel, "threads", 256), 1, 1),
-            cluster=(half.ctas, 1, 1),
+            grid=half.grid(shape[0], len(latent)),
+            block=(getattr(kernel, "threads", up.THREADS), 1, 1),
+            cluster=(2, 1, 1),
             shared_bytes=kernel.shared_bytes,
             seed=seed,
             races=True,
@@ -137,16 +112,13 @@ def run(
     [(TINY, 1, None), (TINY, 9, 5), (TINY, 33, 8), (WIDE, 2, None), (STEPS, 3, None)],
     ids=str,
 )
-@KINDS
-def test_rows_are_right(
-    kind: type[tests.Bank], shape: Shape, rows: int, spread: int | None
-) -> None:
+def test_rows_are_right(shape: Shape, rows: int, spread: int | None) -> None:
     """Nine rows of five experts: more than eight pairs of one."""
     weights = tests.experts_of(shape, rows)
     ids, shares = tests.choice(shape, rows, rows, spread)
     latent = tests.latent_rows(shape, rows, rows)
     one = functools.partial(run, shape)
-    found = tests.result(one, shape, weights.bank(kind), latent, ids, shares)
+    found = tests.result(one, shape, weights.bank(), latent, ids, shares)
     tests.check_errors(found, latent, ids, shares, weights)
 
 
@@ -162,7 +134,7 @@ def test_rows_of_zeros_are_not_read() -> None:
     right = tests.result(
         functools.partial(run, SMALL),
         SMALL,
-        weights.bank(HummingBank),
+        weights.bank(),
         latent,
         ids,
         shares,
@@ -170,9 +142,8 @@ def test_rows_of_zeros_are_not_read() -> None:
     assert torch.equal(found, right)
 
 
-@KINDS
-def test_rows_schedules_and_padding_have_the_same_bits(kind: type[tests.Bank]) -> None:
-    bank = tests.experts_of(TINY, 1).bank(kind)
+def test_rows_schedules_and_padding_have_the_same_bits() -> None:
+    bank = tests.experts_of(TINY, 1).bank()
     ids, shares = tests.choice(TINY, 12, 1, 6)
     latent = tests.latent_rows(TINY, 12, 1)
 
@@ -197,7 +168,7 @@ def test_rows_schedules_and_padding_have_the_same_bits(kind: type[tests.Bank]) -
 def test_a_row_may_have_an_expert_twice(shape: Shape) -> None:
     """Or only one, four times; beside rows that have it once."""
     weights = tests.experts_of(shape, 2)
-    bank = weights.bank(HummingBank)
+    bank = weights.bank()
     ids, shares = tests.choice(shape, 10, 2, 6)
     ids[1, 2] = ids[1, 0]
     ids[2, 1:] = ids[2, 0]

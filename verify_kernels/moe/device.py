@@ -6,16 +6,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from verify_kernels.common import ptx
-from verify_kernels.moe.layout import TILE_BYTES
 
-#: Pairs of a row and an expert that one mma has columns for.
+#: Pairs of a row and an expert, or rows, that one mma has columns for.
 PAIRS = 8
-#: Weights are read once: not kept in L1.
-STREAM = ".L1::no_allocate"
+#: Operands of 16 rows in a block of weights.
+TILES = 4
 LOG2_E = 1.4426950408889634
-#: Sign and magnitude of two numbers in their places in a bf16, as a signed word.
+#: Sign and magnitude of two numbers in their places in a bf16, as signed words.
 MASK = 0x81C081C0 - 2**32
 SIGNS = 0x80008000 - 2**32
+MAGNITUDES = 0x01C001C0
+#: 2^126 as a bf16, twice: its exponent and a scale's are added.
+SHIFTS = 0x3F003F00
 #: Below it tanh is a polynomial: 1 - 2^(-2 x log2 e) would cancel.
 SMALL = 0.25
 
@@ -32,58 +34,54 @@ def put(address, value, kind=Int32):
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value
 
 
-@cute.jit
-def stage(to, source, count, thread, threads):
-    """Copies ``count`` numbers to shared memory, all requested at once."""
-    for i in cutlass.range_constexpr(-(-count // threads)):
-        at = threads * i + thread
-        if at < count:
-            put(to + 4 * at, source[at])
+def read_block(address, offset, lane):
+    """A lane's four words of a block in shared memory."""
+    return ptx.load_shared_128(address + 16 * lane, offset)
 
 
-@cute.jit
-def load_tile(tiles, t, at, live, old):
-    """The t-th of a run of tiles from the lane's ``at`` on, where the Int32 ``live`` is
-    not 0."""
-    loaded = ptx.load_global_128_if(at, live, TILE_BYTES * t, old, STREAM)
-    for i in cutlass.range_constexpr(4):
-        tiles[4 * t + i] = loaded[i]
-
-
-@cute.jit
-def load_scales(exponents, scales, number, slots, lane, live):
-    """This lane's scales of a run of tiles, if it is there."""
-    pair = (lane >> 2) * 2 + ((lane & 3) >> 1)
-    at = scales.iterator.toint() + number * (32 * slots)
-    at = at + 2 * slots * pair
-    if live:
-        pointer = cute.make_ptr(
-            Int32, at, cute.AddressSpace.gmem, assumed_align=2 * slots
-        )
-        layout = cute.make_layout(slots // 2)
-        cute.autovec_copy(cute.make_tensor(pointer, layout), exponents)
-
-
-def factors(scales):
-    """2^126 and a tile's scales as bf16 pairs: of row g, and of row g + 8."""
-    # An exponent stands at bit 7 of a bf16.
-    low = (scales & 0xFF) * 0x00800080
-    high = ((scales >> 8) & 0xFF) * 0x00800080
-    return low, high
+def read_factors(address, offset, lane):
+    """2^126 and a group's scales in shared memory, as bf16 pairs: of each tile's row g
+    and row g + 8."""
+    found = []
+    for word in ptx.load_shared_64(address + 8 * (lane >> 2), offset):
+        # An exponent stands at bit 7 of a bf16.
+        bytes_of = [ptx.permute(word, Int32(0), 0x4440 + i) for i in range(4)]
+        found += [byte * 0x00800080 + SHIFTS for byte in bytes_of]
+    return [(found[2 * j], found[2 * j + 1]) for j in range(TILES)]
 
 
 def weights_of(word, low, high):
     """The A registers of one mma: four pairs of bf16 weights of a word's eight."""
+    # A product with two powers of two is two shifts, and their sum.
+    shifted = word >> 6
     pairs = (
-        word & MASK,
-        (word << 3) & MASK,
-        (word << 6) & MASK,
-        ((word << 1) & SIGNS) | ((word >> 4) & 0x00C000C0) | ((word >> 5) & 0x01000100),
+        ((word & 0x000F000F) * 0x1040) & MASK,
+        ((shifted & 0x003C003C) * 0x0410) & MASK,
+        ((word & 0x00F000F0) * 0x0104) & MASK,
+        (word & SIGNS) | (shifted & MAGNITUDES),
     )
     return [
         ptx.mul_bf16x2(pair, factor)
         for pair, factor in zip(pairs, (low, high, low, high), strict=True)
     ]
+
+
+def product(acc, words, tokens, factors):
+    """Adds a block times 16 columns of 8 tokens to the sums of its four tiles."""
+    return [
+        ptx.mma_16816(weights_of(word, *pair), tokens, sums)
+        for word, pair, sums in zip(words, factors, acc, strict=True)
+    ]
+
+
+def no_sums():
+    return [(Float32(0.0),) * 4 for _ in range(TILES)]
+
+
+def after(acc, zero):
+    """0, known when all sums are; ``zero`` is 0 and the compiler does not know it."""
+    a, b, c, d = (ptx.float_bits(sums[0]) for sums in acc)
+    return (a | b | c | d) & zero
 
 
 def sigmoid(x):
@@ -108,25 +106,3 @@ def situ(gate, up, beta, linear):
     """beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)."""
     bent = beta * tanh(gate / beta) * sigmoid(gate)
     return bent * (linear * tanh(up / linear))
-
-
-def halfword(words, i):
-    """The i-th 16 bits of some Int32."""
-    word = words[i // 2]
-    return (word >> 16) & 0xFFFF if i % 2 else word & 0xFFFF
-
-
-def product(acc, words, tokens, low, high):
-    """Adds a tile times 8 tokens: four words of weights, eight of the lane's token."""
-    for j in range(4):
-        a = weights_of(words[j], low, high)
-        acc = ptx.mma_16816(a, (tokens[2 * j], tokens[2 * j + 1]), acc)
-    return acc
-
-
-def zeros():
-    return (Float32(0.0),) * 4
-
-
-def no_words():
-    return (Int32(0),) * 4

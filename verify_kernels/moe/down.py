@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second half: y_m = sum over the experts e that m chose of w_me W2_e h_p.
+"""The second half: y_m = sum over the experts e that m chose of W2_e h_p, where h_p has
+its weight already.
 
-A CTA owns 16 latent columns of all rows, and its 8 warps share the experts: warp q has
-those with ids in the q-th eighth. So a weight is read once, nothing is written but y,
-and the order of the sum is fixed by the ids: within a warp ascending, then the warps.
+A cluster of two owns 64 latent columns of up to eight rows. The experts that these
+chose are dealt out in eight parts by id, four to a CTA; the warps of a part share I. So
+nothing is written but y, and the order of a row's sum is fixed by the ids: within a
+warp ascending, then the warps of a CTA, then the CTAs.
 
-    lists        the distinct experts, their pairs and the pairs' weights, in shared
+    lists        the experts of these rows, and each one's pair of each row, in shared
                  memory: everything after it needs them
-    ahead        a step is `chunk` tiles of one expert; tiles of the next two and the
-                 pairs' h of the next one are on their way
-    multiply     as in up.py: eight pairs of the expert are the columns
-    add          y += w (W2_e h) in fp32, in shared memory of the warp alone, by the
-                 lane that has the product; one rounding to bf16 at the end
+    ahead        a step is 32 columns of one expert: two blocks of weights, their
+                 scales, the pairs' h; the next steps are on their way to shared memory
+    multiply     as in up.py, but the eight columns of a product are the rows, with
+                 zeros for those that did not choose the expert: the sums stay in
+                 registers from expert to expert
+    exchange     each CTA takes the other's sums of 32 of the columns; one rounding to
+                 bf16
 
-A token's sum has the same bits whoever else is there: its products do not depend on the
-other columns, and experts that it did not choose do not touch it.
+A row's bits are the same whoever is with it: zeros change no sum, and its products do
+not depend on the other columns. An expert that rows of several eights chose is read for
+each. A row that has an expert twice takes its pairs in turn.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -23,64 +28,105 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
     PAIRS,
-    factors,
-    halfword,
-    load_scales,
-    load_tile,
-    no_words,
+    TILES,
+    after,
     product,
     put,
+    read_block,
+    read_factors,
     word,
-    zeros,
 )
 from verify_kernels.moe.layout import (
-    COLUMNS,
-    CTAS_PER_SM,
+    BLOCK_BYTES,
     ROWS,
-    TILE_BYTES,
-    WARPS,
-    chunk_of,
-    slots_of,
+    STEPS_OF_GROUP,
+    filled_columns,
+    filled_rows,
 )
-from verify_kernels.moe.second import THREADS, SecondHalf
+from verify_kernels.moe.mxfp4 import GROUP
 
-#: Steps whose weights are on their way.
-DEPTH = 2
-#: Of a warp's sums, [row of the tile, token]: a row's pitch puts the lanes of a product
-#: into different banks, for neighbouring tokens.
-PITCH = MAX_ROWS + 8
+CTAS = 2
+#: Parts of the experts in a CTA, and in all.
+OWN_PARTS = 4
+PARTS = CTAS * OWN_PARTS
+#: Between the sums of two rows, in floats: lanes of a store meet few banks twice.
+PITCH = ROWS + 4
+#: Columns of a row that one CTA finishes.
+HALF = ROWS // CTAS
+#: Of h that a lane reads for a step: eight numbers.
+READ_BYTES = 16
+#: Steps that a warp has room for; all but one are under way.
+RING = 3
+#: A step in shared memory: weights, h, scales.
+TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
+SCALES_AT = TOKENS_AT + 32 * READ_BYTES
+SLOT_BYTES = SCALES_AT + ROWS
 
 
-class ExpertsDownKernel(SecondHalf):
+class ExpertsDownKernel:
     """For any number of rows.
 
     Args:
-        latent: L, rows of the second matrix, a multiple of 16.
-        inner: I, columns on this rank, a multiple of 64.
+        latent: L, rows of the second matrix, a multiple of 64.
+        inner: I, columns, a multiple of 32.
         experts: E, experts that there are, a multiple of 8.
         top_k: K, a power of two.
+        held: columns that the layer has, I and then zeros.
     """
 
-    def __init__(self, latent: int, inner: int, experts: int, top_k: int):
+    pdl = True
+    early_release = "dependents wait before they read what this kernel stores"
+    parameters = (
+        "x",
+        "words",
+        "scales",
+        "experts",
+        "offsets",
+        "pairs",
+        "counts",
+        "out",
+    )
+    early_loads = ()
+
+    def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
         self.latent = latent
-        self.chunk = chunk_of(inner)
-        self.slots = slots_of(self.chunk)
-        # Shared memory: the warps' sums, then the lists.
-        super().__init__(
-            inner, experts, top_k, COLUMNS * self.chunk, 4 * WARPS * ROWS * PITCH
-        )
+        self.inner = inner
+        self.experts = experts
+        self.k_bits = top_k.bit_length() - 1
+        groups = inner // GROUP
+        #: Warps of a part, and steps of an expert that one has.
+        self.sharing = next(n for n in (6, 4, 2, 1) if groups % n == 0)
+        self.steps = groups // self.sharing
+        self.warps = OWN_PARTS * self.sharing
+        self.threads = 32 * self.warps
+        self.rows = filled_rows(latent)
+        self.expert_groups = filled_columns(held) // GROUP
+        self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
+        #: Experts that eight rows can have.
+        self.most = min(PAIRS * top_k, experts)
+        # Shared memory: a barrier; the warps' steps, and their sums once these are
+        # done; what the other CTA sends; of the rows' experts each one's pair of each
+        # row, the id, how many pairs it has of a row at most, and where they begin and
+        # end; the warps' counts.
+        self.own_at = 16
+        self.inbox_at = self.own_at + self.warps * RING * SLOT_BYTES
+        self.table_at = self.inbox_at + 4 * PAIRS * HALF
+        self.list_at = self.table_at + 4 * PAIRS * self.most
+        self.times_at = self.list_at + 4 * self.most
+        self.start_at = self.times_at + 4 * self.most
+        self.stop_at = self.start_at + 4 * self.most
+        self.counts_at = self.stop_at + 4 * self.most
+        self.shared_bytes = self.counts_at + 4 * self.warps
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,  # bf16 [64 K, I]
-        words: cute.Tensor,  # int32 [E, L / 16, chunks, chunk, 128]
-        scales: cute.Tensor,  # int16 [E, L / 16, chunks, 16, slots]
-        weights: cute.Tensor,  # fp32 [M, K]
+        words: cute.Tensor,  # int32 [E, I / 16, L / 64, 128], filled up
+        scales: cute.Tensor,  # uint8 [E, I / 32, L], filled up
         experts: cute.Tensor,
         offsets: cute.Tensor,
         pairs: cute.Tensor,
@@ -89,15 +135,14 @@ class ExpertsDownKernel(SecondHalf):
         pdl: Int32,
         stream,
     ):
-        self.kernel(
-            x, words, scales, weights, experts, offsets, pairs, counts, out
-        ).launch(
-            grid=[self.latent // ROWS, 1, 1],
-            block=[THREADS, 1, 1],
+        self.kernel(x, words, scales, experts, offsets, pairs, counts, out).launch(
+            grid=[CTAS * (self.latent // ROWS), (out.shape[0] + PAIRS - 1) // PAIRS, 1],
+            block=[self.threads, 1, 1],
+            cluster=[CTAS, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=1,
             preferred_smem_carveout=100,
         )
 
@@ -107,7 +152,6 @@ class ExpertsDownKernel(SecondHalf):
         x: cute.Tensor,
         words: cute.Tensor,
         scales: cute.Tensor,
-        weights: cute.Tensor,
         experts: cute.Tensor,
         offsets: cute.Tensor,
         pairs: cute.Tensor,
@@ -115,119 +159,253 @@ class ExpertsDownKernel(SecondHalf):
         out: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        group, _, _ = cute.arch.block_idx()
+        number, eight, _ = cute.arch.block_idx()
+        rank = number & 1
+        group = number >> 1
         lane = cute.arch.lane_idx()
         warp = thread >> 5
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
+        first_row = PAIRS * eight
+        rows = cutlass.min(out.shape[0] - first_row, PAIRS)
+        if thread == 0:
+            barrier = cute.make_ptr(
+                cutlass.Int64, base, cute.AddressSpace.smem, assumed_align=8
+            )
+            cute.arch.mbarrier_init(barrier, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * HALF * rows)
+        cute.arch.cluster_arrive_relaxed()
+        for i in cutlass.range(thread, 2 * self.most, self.threads, unroll=1):
+            ptx.store_shared_128_if(
+                base + self.table_at + 16 * i, Int32(1), (Int32(-1),) * 4
+            )
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        used = counts[0]
-        rows = out.shape[0]
-        self.stage_lists(base, experts, offsets, pairs, weights, rows, thread)
-        sums = base + 4 * ROWS * PITCH * warp
-        for i in cutlass.range(lane, ROWS * PITCH // 4, 32, unroll=1):
-            ptx.store_shared_128_if(sums + 16 * i, Int32(1), no_words())
+        used = self.tabulate(base, experts, offsets, pairs, counts, first_row, thread)
+        part = warp // self.sharing
+        first_group = (warp - self.sharing * part) * self.steps
+        before, own = self.deal(base, used, lane, rank * OWN_PARTS + part)
+        at = words.iterator.toint() + BLOCK_BYTES * group + READ_BYTES * lane
+        at = at + STEPS_OF_GROUP * self.step_bytes * first_group
+        scales_at = scales.iterator.toint() + ROWS * group + READ_BYTES * lane
+        scales_at = scales_at + self.rows * first_group
+        source = x.iterator.toint() + 2 * GROUP * first_group + READ_BYTES * (lane & 3)
+        # 0, which the compiler does not know.
+        zero = used >> 31
+        self.multiply(
+            base, before, own * self.steps, at, scales_at, source, pairs, warp, lane,
+            zero,
+        )  # fmt: skip
+        cute.arch.cluster_wait()
         cute.arch.sync_threads()
-
-        before, own = self.deal(base, used, lane, warp, WARPS)
-        steps = own * self.chunks
-        tiles = [cute.make_rmem_tensor((4 * self.chunk,), Int32) for _ in range(DEPTH)]
-        exponents = [
-            cute.make_rmem_tensor((self.slots // 2,), Int32) for _ in range(DEPTH)
-        ]
-        tokens = cute.make_rmem_tensor((8 * self.chunk,), Int32)
-        for d in cutlass.range_constexpr(DEPTH):
-            number = self.place(base, before, Int32(d), steps)
-            at = words.iterator.toint() + number * (TILE_BYTES * self.chunk)
-            for t in cutlass.range_constexpr(self.chunk):
-                self.request(tiles[d], t, at, Int32(d) < steps, ())
-            load_scales(
-                exponents[d], scales, number, self.slots, lane, Int32(d) < steps
-            )
-        row, live = self.source(x, base, before, Int32(0), Int32(0), steps)
-        for t in cutlass.range_constexpr(self.chunk):
-            self.fetch(tokens, t, row, live)
-        for first in cutlass.range(0, steps, DEPTH, unroll=1):
-            # Each step has registers of its own: to move a word is to wait for it.
-            for d in cutlass.range_constexpr(DEPTH):
-                step = first + d
-                if step < steps:
-                    there = step + DEPTH < steps
-                    number = self.place(base, before, step + DEPTH, steps)
-                    at = words.iterator.toint() + number * (TILE_BYTES * self.chunk)
-                    index = before + step // self.chunks
-                    begin = word(base + self.offsets_at + 4 * index)
-                    count = word(base + self.offsets_at + 4 * index + 4) - begin
-                    for column in cutlass.range(0, count, PAIRS, unroll=1):
-                        # Next come this expert's other pairs, or the next step.
-                        more = column + PAIRS < count
-                        then = cutlass.select_(more, step, step + 1)
-                        beside = cutlass.select_(more, column + PAIRS, Int32(0))
-                        row, live = self.source(x, base, before, then, beside, steps)
-                        goes = there & (column + PAIRS >= count)
-                        acc = self.multiply(
-                            tiles[d], exponents[d], tokens, at, goes, row, live
-                        )
-                        self.add(sums, base, begin + column, count - column, acc)
-                    load_scales(exponents[d], scales, number, self.slots, lane, there)
-        cute.arch.sync_threads()
-        for i in cutlass.range(thread, ROWS * rows, THREADS, unroll=1):
-            token = i >> 4
-            column = i & 15
-            sum_at = base + 4 * (PITCH * column + token)
-            value = word(sum_at, Float32)
-            for w in cutlass.range_constexpr(1, WARPS):
-                value = value + word(sum_at + 4 * ROWS * PITCH * w, Float32)
-            out[token, ROWS * group + column] = value.to(BFloat16)
+        self.exchange(base, rows, rank, thread)
+        ptx.wait_cluster(base, 0)
+        self.store(base, rows, first_row, rank, group, thread, out)
 
     @cute.jit
-    def place(self, base, before, step, steps):
-        """Number of a step's tiles, or of another's if there is no such step."""
-        group, _, _ = cute.arch.block_idx()
-        step = cutlass.select_(step < steps, step, Int32(0))
-        index = cutlass.select_(steps > 0, before + step // self.chunks, Int32(0))
-        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
-        number = Int64(expert) * (self.latent // ROWS) + group
-        return number * self.chunks + step % self.chunks
+    def tabulate(self, base, experts, offsets, pairs, counts, first_row, thread):
+        """Of each expert of these rows, ascending, the id, the pair of each row, the
+        first if there are several, and how many there are of a row at most. Returns how
+        many experts they are."""
+        lane = thread & 31
+        warp = thread >> 5
+        total = counts[0]
+        used = Int32(0)
+        for first in cutlass.range(0, total, self.threads, unroll=1):
+            index = first + thread
+            begin = Int32(0)
+            end = Int32(0)
+            if index < total:
+                begin = offsets[index]
+                end = offsets[index + 1]
+            # Pairs of an expert are there by rows, those of a row side by side.
+            start = begin
+            stop = begin
+            for i in cutlass.range(begin, end, unroll=1):
+                row = (pairs[i] >> self.k_bits) - first_row
+                start = start + Int32(row < 0)
+                stop = stop + Int32(row < PAIRS)
+            votes = cute.arch.vote_ballot_sync(start < stop)
+            put(base + self.counts_at + 4 * warp, cute.arch.popc(votes))
+            cute.arch.sync_threads()
+            place = used + cute.arch.popc(votes & ((1 << lane) - 1))
+            for w in cutlass.range_constexpr(self.warps):
+                count = word(base + self.counts_at + 4 * w)
+                place = place + cutlass.select_(w < warp, count, Int32(0))
+                used = used + count
+            if start < stop:
+                last = Int32(-1)
+                run = Int32(0)
+                most = Int32(1)
+                for i in cutlass.range(start, stop, unroll=1):
+                    pair = pairs[i]
+                    row = (pair >> self.k_bits) - first_row
+                    run = cutlass.select_(row == last, run + 1, Int32(1))
+                    most = cutlass.max(most, run)
+                    if row != last:
+                        put(base + self.table_at + 4 * (PAIRS * place + row), pair)
+                    last = row
+                put(base + self.list_at + 4 * place, experts[index])
+                put(base + self.times_at + 4 * place, most)
+                put(base + self.start_at + 4 * place, start)
+                put(base + self.stop_at + 4 * place, stop)
+            cute.arch.sync_threads()
+        return used
 
     @cute.jit
-    def request(self, tiles, t, at, there, old):
-        """The t-th tile of a step, if it is there."""
-        at = at + 16 * cute.arch.lane_idx()
-        load_tile(tiles, t, at, Int32(there), old)
+    def deal(self, base, used, lane, part):
+        """Of the ``used`` distinct experts, how many have ids before those of a part of
+        all ids, and how many have ids in it."""
+        before = Int32(0)
+        own = Int32(0)
+        bound = part * (self.experts // PARTS)
+        for i in cutlass.range(lane, used, 32, unroll=1):
+            over = word(base + self.list_at + 4 * i) - bound
+            before = before + Int32(over < 0)
+            own = own + Int32((over >= 0) & (over < self.experts // PARTS))
+        for offset in (16, 8, 4, 2, 1):
+            before = before + cute.arch.shuffle_sync_bfly(before, offset=offset)
+            own = own + cute.arch.shuffle_sync_bfly(own, offset=offset)
+        return before, own
 
     @cute.jit
-    def multiply(self, tiles, exponents, tokens, at, goes, row, live):
-        """A step's sums of eight pairs. Each tile that was used makes way for the one
-        at ``at``, if the weights go, and its h for the next at ``row``."""
-        acc = [zeros(), zeros()]
-        for t in cutlass.range_constexpr(self.chunk):
-            low, high = factors(halfword(exponents, t))
-            tile = [tiles[4 * t + i] for i in range(4)]
-            own = [tokens[8 * t + i] for i in range(8)]
-            acc[t % 2] = product(acc[t % 2], tile, own, low, high)
-            self.request(tiles, t, at, goes, tile)
-            self.fetch(tokens, t, row, live)
-        return [a + b for a, b in zip(*acc, strict=True)]
-
-    @cute.jit
-    def add(self, sums, base, first, count, acc):
-        """Weighs the products of this lane's two columns, if they are pairs, and adds
-        them to their tokens' sums, to which another lane may have added before."""
-        lane = cute.arch.lane_idx()
-        cute.arch.sync_warp()
-        for j in cutlass.range_constexpr(2):
-            column = 2 * (lane & 3) + j
-            if column < count:
-                pair = word(base + self.pairs_at + 4 * (first + column))
-                share = word(base + self.weights_at + 4 * (first + column), Float32)
-                at = sums + 4 * (PITCH * (lane >> 2) + (pair >> self.k_bits))
-                for half in cutlass.range_constexpr(2):
-                    there = at + 4 * PITCH * 8 * half
-                    total = word(there, Float32)
-                    put(
-                        there,
-                        cute.math.fma(share, acc[2 * half + j], total),
-                        Float32,
+    def multiply(
+        self, base, before, steps, at, scales_at, source, pairs, warp, lane, zero
+    ):
+        """A warp's sums, which are left in shared memory."""
+        own = base + self.own_at + RING * SLOT_BYTES * warp
+        tokens = cute.make_rmem_tensor((4,), Int32)
+        total = cute.make_rmem_tensor((4 * TILES,), Float32)
+        total.fill(0.0)
+        for d in cutlass.range_constexpr(RING - 1):
+            self.ask(
+                own + SLOT_BYTES * d, base, before, Int32(d), steps, at, scales_at,
+                source, lane,
+            )  # fmt: skip
+        slot = own
+        used = own + SLOT_BYTES * (RING - 1)
+        for step in cutlass.range(steps, unroll=1):
+            ptx.wait_copies(RING - 2)
+            cute.arch.sync_warp()
+            factors = read_factors(slot, SCALES_AT, lane)
+            loaded = ptx.load_shared_128(slot + READ_BYTES * lane, TOKENS_AT)
+            for i in cutlass.range_constexpr(4):
+                tokens[i] = loaded[i]
+            # The step before has been multiplied when its sums are there.
+            self.ask(
+                used + after(self.sums_of(total), zero), base, before, step + RING - 1,
+                steps, at, scales_at, source, lane,
+            )  # fmt: skip
+            index = before + step // self.steps
+            times = word(base + self.times_at + 4 * index)
+            for time in cutlass.range(times, unroll=1):
+                if time > 0:
+                    pair = self.later_pair(base, index, time, pairs, lane)
+                    row = self.row_of(source, pair, step)
+                    loaded = ptx.load_global_128_if(
+                        row, Int32(pair >= 0), 0, (Int32(0),) * 4
                     )
+                    for i in cutlass.range_constexpr(4):
+                        tokens[i] = loaded[i]
+                acc = self.sums_of(total)
+                for b in cutlass.range_constexpr(STEPS_OF_GROUP):
+                    h = (tokens[2 * b], tokens[2 * b + 1])
+                    block = read_block(slot, BLOCK_BYTES * b, lane)
+                    acc = product(acc, block, h, factors)
+                for j in cutlass.range_constexpr(TILES):
+                    for i in cutlass.range_constexpr(4):
+                        total[4 * j + i] = acc[j][i]
+            used = slot
+            slot = slot + SLOT_BYTES
+            slot = cutlass.select_(slot == own + SLOT_BYTES * RING, own, slot)
+        cute.arch.sync_warp()
+        sums = own + 4 * (lane >> 2)
+        for j in cutlass.range_constexpr(TILES):
+            for i in cutlass.range_constexpr(4):
+                token = 2 * (lane & 3) + i % 2
+                to = sums + 4 * PITCH * token + 4 * (16 * j + 8 * (i // 2))
+                ptx.store_shared_f32(to, total[4 * j + i])
+
+    def sums_of(self, total):
+        """Four sums of each tile."""
+        return [tuple(total[4 * j + i] for i in range(4)) for j in range(TILES)]
+
+    @cute.jit
+    def ask(self, to, base, before, step, steps, at, scales_at, source, lane):
+        """Copies of a step, if there is such a step."""
+        live = Int32(step < steps)
+        step = cutlass.select_(step < steps, step, Int32(0))
+        index = cutlass.select_(steps > 0, before + step // self.steps, Int32(0))
+        expert = word(base + self.list_at + 4 * index)
+        group = expert * self.expert_groups + step % self.steps
+        words_at = at + Int64(STEPS_OF_GROUP * self.step_bytes) * group
+        mine = to + READ_BYTES * lane
+        for b in cutlass.range_constexpr(STEPS_OF_GROUP):
+            ptx.copy_async_128_if(
+                mine, words_at, live, BLOCK_BYTES * b, self.step_bytes * b
+            )
+        pair = word(base + self.table_at + 4 * (PAIRS * index + (lane >> 2)))
+        row = self.row_of(source, pair, step)
+        size = cutlass.select_(pair >= 0, Int32(READ_BYTES), Int32(0))
+        ptx.copy_async_128_if(mine, row, live, TOKENS_AT, size=size)
+        exponents_at = scales_at + Int64(self.rows) * group
+        live = live & Int32(lane < ROWS // READ_BYTES)
+        ptx.copy_async_128_if(mine, exponents_at, live, SCALES_AT)
+        ptx.commit_copies()
+
+    @cute.jit
+    def later_pair(self, base, index, time, pairs, lane):
+        """The pair of this lane's row and an expert behind ``time`` others, or -1."""
+        found = Int32(-1)
+        seen = Int32(0)
+        first = word(base + self.table_at + 4 * (PAIRS * index + (lane >> 2)))
+        start = word(base + self.start_at + 4 * index)
+        stop = word(base + self.stop_at + 4 * index)
+        for i in cutlass.range(start, stop, unroll=1):
+            pair = pairs[i]
+            if (first >= 0) & ((pair >> self.k_bits) == (first >> self.k_bits)):
+                found = cutlass.select_(seen == time, pair, found)
+                seen = seen + 1
+        return found
+
+    @cute.jit
+    def row_of(self, source, pair, step):
+        """Where this lane's part of a pair's h of a step begins."""
+        at = source + Int64(2 * self.inner) * cutlass.max(pair, Int32(0))
+        return at + 2 * GROUP * (step % self.steps)
+
+    def total(self, base, token, quad):
+        """The warps' sums of four columns of a row, in order."""
+        at = base + self.own_at + 4 * PITCH * token + 16 * quad
+        value = ptx.load_shared_f32x4(at)
+        for w in range(1, self.warps):
+            part = ptx.load_shared_f32x4(at, RING * SLOT_BYTES * w)
+            value = tuple(a + b for a, b in zip(value, part, strict=True))
+        return value
+
+    @cute.jit
+    def exchange(self, base, rows, rank, thread):
+        """Sends the other CTA the sums of its columns."""
+        other = 1 - rank
+        for i in cutlass.range(thread, rows * (HALF // 4), self.threads, unroll=1):
+            token = i // (HALF // 4)
+            quad = i % (HALF // 4)
+            value = self.total(base, token, other * (HALF // 4) + quad)
+            there = base + self.inbox_at + 4 * HALF * token + 16 * quad
+            ptx.store_remote_f32x4(there, value, base, other)
+
+    @cute.jit
+    def store(self, base, rows, first_row, rank, group, thread, out):
+        """Both CTAs' sums of this one's columns."""
+        for i in cutlass.range(thread, rows * (HALF // 4), self.threads, unroll=1):
+            token = i // (HALF // 4)
+            quad = i % (HALF // 4)
+            own = self.total(base, token, rank * (HALF // 4) + quad)
+            there = base + self.inbox_at + 4 * HALF * token + 16 * quad
+            other = ptx.load_shared_f32x4(there)
+            # Of two numbers the sum is the same in either order.
+            column = ROWS * group + HALF * rank + 4 * quad
+            for j in cutlass.range_constexpr(4):
+                out[first_row + token, column + j] = (own[j] + other[j]).to(BFloat16)

@@ -15,44 +15,45 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common.checks import Argument, check_all
 from verify_kernels.common.variant import Variant, cached, device_arch, fake
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe.host import (
-    ExpertPlan,
-    down_arguments,
-    multiprocessors,
-    up_arguments,
-)
-from verify_kernels.moe.humming import host as humming
-from verify_kernels.moe.humming.host import HummingBank
+from verify_kernels.moe.host import ExpertPlan, fake_plan, multiprocessors
 from verify_kernels.moe.layout import (
+    BLOCK_BYTES,
     COLUMNS,
-    CTAS_PER_SM,
     ROWS,
-    WARPS,
-    Tiles,
-    chunk_of,
+    Blocks,
+    check_scales,
+    filled_columns,
+    filled_rows,
     pack,
-    pack_gate_up,
-    slots_of,
+    pack_stacked,
 )
-from verify_kernels.moe.mxfp4 import Mxfp4
+from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
-#: (latent, inner, experts, top_k): Kimi K3 by tensor-parallel degree, and a tiny model.
-SHAPES = (
-    *((3584, 3072 // tp, 896, 16) for tp in (1, 2, 4, 8, 16)),
-    (128, 128, 16, 4),
-    (128, 64, 16, 4),
+#: (latent, inner, experts, top_k) and rows of gate that the layer has. vLLM gives a
+#: rank at least 256 of K3's (``min_moe_intermediate_per_partition``): at TP 16 every
+#: rank has 192 and 64 of zeros. One GPU with such a rank's share alone has 192.
+FORMS = (
+    *(((3584, inner, 896, 16), inner) for inner in (3072, 1536, 768, 384, 192)),
+    ((3584, 192, 896, 16), 256),
+    ((128, 128, 16, 4), 128),
+    ((128, 64, 16, 4), 64),
+    ((128, 64, 16, 4), 256),
 )
+#: CTAs of the first half that an SM holds.
+CTAS_PER_SM = 2
+SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
 Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """A rank's routed experts, repacked (`verify_kernels.moe.layout`); static.
+    """A rank's routed experts where a Humming layer holds them; static.
 
     Attributes:
-        up: gate and up [E, 2 I, L].
+        up: gate's rows, then up's, [E, 2 I, L].
         down: [E, L, I].
-        latent, inner, experts: L, I and E.
+        latent, inner: L and I, what they are filled up with not included.
+        held: rows of gate, and of up, that there are: I and then zeros.
 
     Raises:
         ValueError: these do not belong together.
@@ -60,126 +61,183 @@ class ExpertBank:
 
     SHAPES: ClassVar[tuple[Shape, ...]] = SHAPES
 
-    up: Tiles
-    down: Tiles
+    up: Blocks
+    down: Blocks
     latent: int
     inner: int
-    experts: int
+    held: int
 
     def __post_init__(self) -> None:
-        run, chunk = -(-self.latent // COLUMNS // WARPS), chunk_of(self.inner)
-        for name, tiles, lead, length in (
-            ("up", self.up, (2 * self.inner // ROWS, WARPS), run),
-            (
-                "down",
-                self.down,
-                (self.latent // ROWS, self.inner // COLUMNS // chunk),
-                chunk,
-            ),
+        if self.inner > self.held:
+            raise ValueError(f"I = {self.inner}, of which {self.held} are there")
+        for name, blocks, rows, columns in (
+            ("up", self.up, 2 * self.held, self.latent),
+            ("down", self.down, self.latent, self.held),
         ):
-            found = tuple(tiles.words.shape), tuple(tiles.scales.shape)
-            wanted = (
-                (self.experts, *lead, length, 128),
-                (self.experts, *lead, 16, slots_of(length)),
-            )
+            found = tuple(blocks.words.shape)
+            wanted = words_shape(self.experts, rows, columns)
             if found != wanted:
                 raise ValueError(
-                    f"{name} has words and scales {found}; with L = {self.latent}, I = "
-                    f"{self.inner} and E = {self.experts} they are {wanted}"
+                    f"{name} has words {found}; with L = {self.latent} and "
+                    f"{self.held} rows of gate they are {wanted}"
                 )
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.up.words.shape[0]
 
     @classmethod
     def of(cls, gate: Mxfp4, up: Mxfp4, down: Mxfp4) -> ExpertBank:
-        """From the checkpoint's layout: gate and up [E, I, L], down [E, L, I].
-
-        It needs as much memory again as they do while it runs, a few percent more after
-        it: scales are padded to what a lane reads at once.
+        """From the checkpoint's layout, as Humming would repack it: gate and up
+        [E, I, L], down [E, L, I]; for tests and benches.
 
         Raises:
             ValueError: the shapes do not belong together or the kernels do not take
                 them, or a scale is above 2^1.
         """
-        experts, inner, half = gate.packed.shape
-        latent = 2 * half
-        if tuple(down.packed.shape) != (experts, latent, inner // 2):
-            raise ValueError(
-                f"down is {tuple(down.packed.shape)} and gate "
-                f"{tuple(gate.packed.shape)}; they must be [E, L, I / 2] and "
-                "[E, I, L / 2]"
-            )
-        chunks = inner // COLUMNS // chunk_of(inner) if inner % COLUMNS == 0 else 1
-        return cls(
-            pack_gate_up(gate, up, WARPS),
-            pack(down, chunks),
+        inner, half = gate.packed.shape[1:]
+        return cls(pack_stacked(gate, up), pack(down), 2 * half, inner, inner)
+
+    @classmethod
+    def of_layer(
+        cls,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        latent: int,
+        inner: int,
+        held: int,
+    ) -> ExpertBank:
+        """From a Humming layer's parameters, which stay where they are.
+
+        ``inner`` rows of gate and of up are computed, of ``held`` that there are.
+
+        Raises:
+            ValueError: the layer holds something else, other rows than those are not
+                zero, or a scale is above 2^1.
+        """
+        bank = cls(
+            Blocks.of_layer(w13, w13_scale),
+            Blocks.of_layer(w2, w2_scale),
             latent,
             inner,
-            experts,
+            held,
         )
+        bank._check_filling()
+        for blocks in (bank.up, bank.down):
+            check_scales(blocks)
+        return bank
 
-    def bytes(self) -> int:
-        """Of all weights and scales."""
-        return self.up.bytes() + self.down.bytes()
+    def _check_filling(self) -> None:
+        """Raise ValueError unless h would be 0 in the rows that are not computed."""
+        first, last, up = (n // ROWS for n in (self.inner, self.held, 2 * self.held))
+        for start, end in ((first, last), (first + last, up)):
+            if bool(self.up.words[:, :, start:end].any()):
+                raise ValueError(
+                    f"of {self.held} rows of gate those from {self.inner} on are not "
+                    "all 0, nor are those of up"
+                )
 
     def takes(self, shape: Shape) -> bool:
         """Whether there are kernels for (latent, inner, experts, top_k)."""
-        return shape in self.SHAPES
+        return (shape, self.held) in FORMS
 
-    @staticmethod
-    def variant_name(half: str, shape: Shape) -> str:
+    def variant_name(self, half: str, shape: Shape) -> str:
         """Name of a half, "up" or "down"; says all that its kernel is made from."""
-        latent, inner, experts, top_k = shape
-        return f"{half}_l{latent}_i{inner}_e{experts}_k{top_k}"
+        return _name(half, shape, self.held)
 
-    @staticmethod
-    def grid(device: int) -> int:
-        """CTAs of the first half: as many as fit a GPU."""
-        return CTAS_PER_SM * multiprocessors(device)
+    def clusters(self, device: int, pairs: int) -> int:
+        """Of the first half: as many as fit a GPU, or have work if no two of ``pairs``
+        share an expert. One that has none may take another's place on an SM."""
+        fit = CTAS_PER_SM * multiprocessors(device) // 2
+        return min(fit, pairs * (self.inner // ROWS))
 
 
-def _weights(lead: tuple[int, ...], run: int) -> list[Any]:
-    """Fake words and scales of runs of tiles."""
+def words_shape(experts: int, rows: int, columns: int) -> tuple[int, ...]:
+    """Of matrices of N rows and K columns, filled up."""
+    blocks = filled_rows(rows) // ROWS
+    return experts, filled_columns(columns) // COLUMNS, blocks, BLOCK_BYTES // 4
+
+
+def _weights(experts: int, rows: int, columns: int) -> list[Any]:
+    """Fake words and scales."""
     import cutlass
 
+    groups = filled_columns(columns) // GROUP
     return [
-        fake(cutlass.Int32, (*lead, run, 128), 0, 16),
-        fake(cutlass.Int16, (*lead, 16, slots_of(run)), 0, 16),
+        fake(cutlass.Int32, words_shape(experts, rows, columns), 0, 16),
+        fake(cutlass.Uint8, (experts, groups, filled_rows(rows)), 0, 16),
     ]
 
 
-def _up_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
-    run = -(-latent // COLUMNS // WARPS)
-    weights = _weights((experts, 2 * inner // ROWS, WARPS), run)
-    return up_arguments(weights, latent, inner, experts, top_k)
+def _name(half: str, shape: Shape, held: int) -> str:
+    latent, inner, experts, top_k = shape
+    filled = f"of{held}" if held != inner else ""
+    return f"{half}_l{latent}_i{inner}{filled}_e{experts}_k{top_k}"
 
 
-def _down_arguments(latent: int, inner: int, experts: int, top_k: int) -> Sequence[Any]:
-    chunk = chunk_of(inner)
-    lead = (experts, latent // ROWS, inner // COLUMNS // chunk)
-    return down_arguments(_weights(lead, chunk), latent, inner, experts, top_k)
+def _up_arguments(
+    latent: int, inner: int, experts: int, top_k: int, held: int
+) -> Sequence[Any]:
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    rows = cute.sym_int()
+    return (
+        fake(cutlass.BFloat16, (rows, latent), 1, 16),
+        *_weights(experts, 2 * held, latent),
+        *fake_plan(experts, top_k),
+        fake(cutlass.Float32, (rows, top_k), 0, 16),
+        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
+        cutlass.Float32(0.0),
+        cutlass.Float32(0.0),
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def _down_arguments(
+    latent: int, inner: int, experts: int, top_k: int, held: int
+) -> Sequence[Any]:
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    return (
+        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
+        *_weights(experts, latent, held),
+        *fake_plan(experts, top_k),
+        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 2),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
 
 
 def variants() -> list[Variant]:
-    """Both halves for every shape in `SHAPES`, and those for Humming's layout."""
+    """Both halves for every form in `FORMS`."""
     from verify_kernels.moe.down import ExpertsDownKernel
     from verify_kernels.moe.up import ExpertsUpKernel
 
     halves = (
-        ("up", ExpertsUpKernel, _up_arguments),
-        ("down", ExpertsDownKernel, _down_arguments),
+        ("up", ExpertsUpKernel, _up_arguments, 128, 113 * 1024),
+        ("down", ExpertsDownKernel, _down_arguments, 80, 227 * 1024),
     )
-    own = [
+    return [
         Variant(
             op="moe",
-            name=ExpertBank.variant_name(half, shape),
-            kernel=kernel(*shape),
-            arguments=functools.partial(arguments, *shape),
-            max_registers=128,
-            max_shared_bytes=113 * 1024,
+            name=_name(half, shape, held),
+            kernel=kernel(*shape, held),
+            arguments=functools.partial(arguments, *shape, held),
+            max_registers=registers,
+            max_shared_bytes=shared,
         )
-        for shape in SHAPES
-        for half, kernel, arguments in halves
+        for shape, held in FORMS
+        for half, kernel, arguments, registers, shared in halves
     ]
-    return [*own, *humming.variants()]
 
 
 @functools.cache
@@ -192,7 +250,7 @@ def moe_experts(
     latent: Tensor,
     shares: Tensor,
     plan: ExpertPlan,
-    bank: ExpertBank | HummingBank,
+    bank: ExpertBank,
     inner: Tensor,
     out: Tensor | None = None,
     *,
@@ -203,17 +261,17 @@ def moe_experts(
     """This rank's weighted sum of the chosen experts; two launches.
 
     The equations are in `verify_kernels.moe.reference` (`experts`): products of bf16
-    rows with the exact MXFP4 weights in fp32, SiTU rounded to bf16, the sum over the
-    experts in fp32 in a fixed order, rounded once. Every distinct expert's weights are
-    read once; in Humming's layout those of the first half again, from L2, for every
-    eight rows more that chose it. A row's bits do not depend on other rows or on M.
+    rows with the exact MXFP4 weights in fp32, SiTU times the pair's share rounded to
+    bf16, the sum over the experts in fp32 in a fixed order, rounded once. Of the first
+    half every distinct expert's weights are read once, and again, from L2, for every
+    eight rows more that chose it; of the second for each eight rows of the step that
+    some of them chose it in. A row's bits do not depend on other rows or on M.
 
     Args:
         latent: bf16 [M, L], M = 0 .. 64; rows may lie apart, at multiples of 16 bytes.
         shares: fp32 [M, K], the weights that `moe_route` gave.
         plan: of the same rows. Rows without an expert give 0.
-        bank: static; in a layout of ours, or where a Humming layer of vLLM's holds it
-            (the two differ in the order of sums along K, so in bits).
+        bank: static.
         inner: bf16 [64 K, I], workspace; its rows are those of the pairs.
         out: bf16 [M, L], rows may lie apart, or None to allocate it. No output may
             share memory with another argument.
@@ -272,30 +330,19 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    there = isinstance(bank, HummingBank)
-    if isinstance(bank, HummingBank):
-        up_name, down_name = bank.up_name(shape), bank.down_name(shape)
-    else:
-        up_name, down_name = (bank.variant_name(half, shape) for half in ("up", "down"))
-    _compiled(device.index, up_name)(
+    _compiled(device.index, bank.variant_name("up", shape))(
         latent,
         bank.up.words,
         bank.up.scales,
         *needed,
-        *([shares] if there else []),
+        shares,
         inner,
         beta,
         linear_beta,
-        bank.grid(device.index),
+        bank.clusters(device.index, rows * top_k),
         int(pdl),
     )
-    _compiled(device.index, down_name)(
-        inner,
-        bank.down.words,
-        bank.down.scales,
-        *([] if there else [shares]),
-        *needed,
-        out,
-        int(pdl),
+    _compiled(device.index, bank.variant_name("down", shape))(
+        inner, bank.down.words, bank.down.scales, *needed, out, int(pdl)
     )
     return out

@@ -81,47 +81,6 @@ def fake_plan(num_experts: int, top_k: int) -> list[Any]:
     return [fake(cutlass.Int32, (size,), 0, 16) for size in sizes]
 
 
-def up_arguments(
-    weights: Sequence[Any], latent: int, inner: int, num_experts: int, top_k: int
-) -> Sequence[Any]:
-    """What the experts' first half is compiled with, given its words and scales."""
-    import cutlass
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
-
-    return (
-        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 16),
-        *weights,
-        *fake_plan(num_experts, top_k),
-        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        cutlass.Float32(0.0),
-        cutlass.Float32(0.0),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
-def down_arguments(
-    weights: Sequence[Any], latent: int, inner: int, num_experts: int, top_k: int
-) -> Sequence[Any]:
-    """What the second half is compiled with, given its words and scales."""
-    import cutlass
-    import cutlass.cute as cute
-    import cutlass.cute.runtime as rt
-
-    rows = cute.sym_int()
-    return (
-        fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
-        *weights,
-        fake(cutlass.Float32, (rows, top_k), 0, 16),
-        *fake_plan(num_experts, top_k),
-        fake(cutlass.BFloat16, (rows, latent), 1, 2),
-        cutlass.Int32(0),
-        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
 @functools.cache
 def multiprocessors(device: int) -> int:
     """SMs of a GPU."""

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the experts' kernels find a weight: MXFP4 matrices as fragments of m16n8k16.
+"""MXFP4 matrices as Humming holds them for bf16 activations: blocks of 64 x 16.
 
-A tile has 16 rows and 64 columns of K, 512 bytes in the order of a warp's lanes. Lane
-4 g + c has of the rows g and g + 8 the columns 16 c .. 16 c + 15: the columns that it
-also holds of a token, 32 bytes of a bf16 row. Word j of its four has columns 16 c + 4 j
-.. + 3, for one step of the mma:
+Source: humming-kernels 0.1.19, ``process.cuh`` (``weight_repack_nk``, interleave mode
+3) and ``transform.py`` (``transform_humming_weight_scale``).
 
-    bits of a half   15  8 7 6   row g,     column 0 (low half) or 1 (high half)
-                     12  5 4 3   row g + 8, column 0 or 1
-                      9  2 1 0   row g,     column 2 or 3
-                     14 13 11 10 row g + 8, column 2 or 3
+    words   int32 [E, K / 16, N / 64, 128]. A block is 512 bytes in the order of a
+            warp's lanes. Word j of lane 4 g + c belongs to tile j, rows 16 j .. + 15,
+            an A operand of m16n8k16. Four bits of a half of it are
 
-sign first, then the magnitude's three bits: a shift and a mask make two bf16 that are
-the numbers times 2^-126, and a product with 2^126 and the group's scale the weights.
-The scale is stored as the exponent of that factor, byte + 126, so it must be at most
-2^1. A lane needs two scales a tile, its rows' over its columns' group of 32.
+                 3 .. 0   row g,     column 2 c      (low half), 2 c + 1 (high half)
+                 7 .. 4   row g,     column 2 c + 8, 2 c + 9
+                11 .. 8   row g + 8, column 2 c,     2 c + 1
+                15 .. 12  row g + 8, column 2 c + 8, 2 c + 9
 
-An expert is a list of row blocks of 16, a block `parts` runs of tiles, one after the
-other, in tiles [E, blocks, parts, run, 128] int32 and scales [E, blocks, parts, 16,
-slots] int16: 16 lane pairs 2 g + c / 2, the low byte row g's. ``slots`` is the run
-rounded up so that a lane reads its scales at once.
+    scales  uint8 [E, K / 32, N]. Of 64 rows place 8 g + i is row 8 i + g, so a lane
+            reads the eight that it needs at once.
+
+vLLM has N filled up with zeros to a multiple of 256 and K to one of 128.
+
+The kernels multiply bf16 numbers times 2^-126 by 2^126 and the scale, which therefore
+must be at most 2^1.
 """
 
 from __future__ import annotations
@@ -31,134 +31,133 @@ from torch import Tensor
 
 from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
-ROWS, COLUMNS = 16, 64
-TILE_BYTES = 512
-#: Of a CTA of either kernel; those of the first half share K.
-WARPS = 8
-#: That an SM holds.
-CTAS_PER_SM = 2
-#: Rows of gate, and of up, in a block of the first matrix: SiTU pairs row g and g + 8.
-HALF = ROWS // 2
-#: 2^126 in the exponent of a bf16; the byte's own bias is that of the scale.
-SHIFT = 126
-LARGEST_SCALE = 254 - SHIFT
-#: Bit of sign and of the magnitude's three, by (row half, column pair).
-PLACES = {
-    (0, 0): (15, 8, 7, 6),
-    (1, 0): (12, 5, 4, 3),
-    (0, 1): (9, 2, 1, 0),
-    (1, 1): (14, 13, 11, 10),
-}
+ROWS, COLUMNS = 64, 16
+#: A scale byte that, with 2^126, is the largest finite bf16's exponent.
+LARGEST_SCALE = 254 - 126
+BLOCK_BYTES = 512
+#: Groups of scales along K are two blocks wide.
+STEPS_OF_GROUP = GROUP // COLUMNS
+_ROWS_MULTIPLE, _COLUMNS_MULTIPLE = 256, 128
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Matrices [E, N, K] as the kernels read them; see the module.
+class Blocks:
+    """Matrices [E, N, K]; see the module.
 
     Attributes:
-        words: int32 [E, N / 16, parts, run, 128].
-        scales: int16 [E, N / 16, parts, 16, slots].
+        words: int32 [E, K / 16, N / 64, 128].
+        scales: uint8 [E, K / 32, N].
+
+    Raises:
+        ValueError: the two do not belong together.
     """
 
     words: Tensor
     scales: Tensor
 
-    def bytes(self) -> int:
-        """Of both."""
-        return self.words.nbytes + self.scales.nbytes
+    def __post_init__(self) -> None:
+        experts, steps, blocks = self.words.shape[:3]
+        shapes = (
+            (self.words, torch.int32, (experts, steps, blocks, 128)),
+            (self.scales, torch.uint8, (experts, steps // 2, ROWS * blocks)),
+        )
+        for tensor, dtype, shape in shapes:
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"words are {self.words.dtype} {tuple(self.words.shape)} and "
+                    f"scales {self.scales.dtype} {tuple(self.scales.shape)}; they must "
+                    "be torch.int32 [E, K / 16, N / 64, 128] and torch.uint8 "
+                    "[E, K / 32, N]"
+                )
+
+    @classmethod
+    def of_layer(cls, weight: Tensor, scale: Tensor) -> Blocks:
+        """From the parameters of a Humming layer, int32 [E, K / 16, 2 N] and one byte
+        an element [E, K / 32, N]; nothing is copied.
+
+        Raises:
+            ValueError: the layer holds something else.
+        """
+        if weight.dim() != 3 or weight.shape[2] % 128 or not weight.is_contiguous():
+            raise ValueError(
+                f"the layer's weight is {weight.dtype} {tuple(weight.shape)}; Humming "
+                "holds MXFP4 for bf16 activations as contiguous int32 [E, K / 16, 2 N]"
+            )
+        return cls(weight.unflatten(2, (-1, 128)), scale.view(torch.uint8))
 
 
-def slots_of(run: int) -> int:
-    """Scales of a lane that are stored for ``run`` tiles: what 4, 8 or 16 bytes hold.
-
-    ValueError for a run of more than 8 tiles.
-    """
-    if not 1 <= run <= 8:
-        raise ValueError(f"a run has {run} tiles; it must have 1 to 8")
-    return next(n for n in (2, 4, 8) if run <= n)
+def whole_blocks(rows: int) -> int:
+    """Rows of gate that vLLM makes of these."""
+    return -(-rows // ROWS) * ROWS
 
 
-def chunk_of(inner: int) -> int:
-    """Tiles of a run of the second matrix, whose K is ``inner``."""
-    tiles = inner // COLUMNS
-    return next(n for n in (4, 3, 2, 1) if tiles % n == 0)
+def filled_rows(rows: int) -> int:
+    """N with what it is filled up with."""
+    return -(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
 
 
-def pack(weight: Mxfp4, parts: int) -> Tiles:
-    """Rows of [E, N, K] in their order; K is cut into ``parts`` runs.
+def filled_columns(columns: int) -> int:
+    """K with what it is filled up with."""
+    return -(-columns // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
 
-    If the tiles do not divide, the last runs are filled up with zeros.
+
+def pack(weight: Mxfp4) -> Blocks:
+    """The blocks of matrices [E, N, K], filled up.
 
     Raises:
-        ValueError: N is not a multiple of 16 or K not of 64, or a scale is above 2^1
-            or NaN, which the kernels do not compute.
+        ValueError: a scale is above 2^1 or NaN, which the kernels do not compute.
     """
     experts, rows, groups = weight.scales.shape
-    columns = groups * GROUP
-    if rows % ROWS or columns % COLUMNS:
-        raise ValueError(
-            f"the matrices are {rows} x {columns}; the kernels take multiples of "
-            f"{ROWS} x {COLUMNS}"
-        )
-    if int(weight.scales.max()) > LARGEST_SCALE:
-        raise ValueError(
-            f"a scale byte is {int(weight.scales.max())}; the kernels take scales up "
-            f"to 2^{LARGEST_SCALE - 127}, byte {LARGEST_SCALE}, and no NaN"
-        )
-    tiles = columns // COLUMNS
-    run = -(-tiles // parts)
-    words = _words(weight.packed, experts, rows // ROWS, tiles)
-    scales = _scales(weight.scales, experts, rows // ROWS, tiles)
-    empty = parts * run - tiles
-    words = torch.nn.functional.pad(words, (0, 0, 0, empty))
-    scales = torch.nn.functional.pad(scales, (0, 0, 0, empty))
-    scales = scales.unflatten(2, (parts, run)).transpose(-1, -2)
-    scales = torch.nn.functional.pad(scales, (0, slots_of(run) - run))
-    return Tiles(words.unflatten(2, (parts, run)).contiguous(), scales.contiguous())
-
-
-def pack_gate_up(gate: Mxfp4, up: Mxfp4, parts: int) -> Tiles:
-    """Gate and up [E, I, K], 8 rows of each in turn: row g + 8 of a block is row g's.
-
-    Raises:
-        ValueError: as `pack`, or the two differ in shape.
-    """
-    if gate.packed.shape != up.packed.shape:
-        raise ValueError(
-            f"gate is {tuple(gate.packed.shape)} and up {tuple(up.packed.shape)}; they "
-            "must have one shape"
-        )
-
-    def mixed(one: Tensor, other: Tensor) -> Tensor:
-        halves = [x.unflatten(1, (-1, HALF)) for x in (one, other)]
-        return torch.stack(halves, 2).flatten(1, 3)
-
-    both = Mxfp4(mixed(gate.packed, up.packed), mixed(gate.scales, up.scales))
-    return pack(both, parts)
-
-
-def _words(packed: Tensor, experts: int, blocks: int, tiles: int) -> Tensor:
-    """int32 [E, blocks, tiles, 128]."""
-    codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
-    # [E, block, row half, g, tile, c, j, column pair, column of it]
-    codes = codes.view(experts, blocks, 2, 8, tiles, 4, 4, 2, 2).to(torch.int64)
-    words = torch.zeros(
-        (experts, blocks, 8, tiles, 4, 4), dtype=torch.int64, device=packed.device
+    more_rows = filled_rows(rows) - rows
+    more_groups = filled_columns(groups * GROUP) // GROUP - groups
+    pad = torch.nn.functional.pad
+    weight = Mxfp4(
+        pad(weight.packed, (0, more_groups * GROUP // 2, 0, more_rows)),
+        pad(weight.scales, (0, more_groups, 0, more_rows)),
     )
-    for (half, pair), bits in PLACES.items():
-        for column in range(2):
-            code = codes[:, :, half, :, :, :, :, pair, column]
-            for source, place in zip((3, 2, 1, 0), bits, strict=True):
-                words |= ((code >> source) & 1) << (place + 16 * column)
+    experts, rows, groups = weight.scales.shape
+    codes = torch.stack((weight.packed & 0xF, weight.packed >> 4), -1).flatten(-2)
+    # [E, block, tile, row half, g, step, column half, c, column of a pair]
+    codes = codes.view(experts, rows // ROWS, 4, 2, 8, groups * 2, 2, 4, 2)
+    words = torch.zeros((), dtype=torch.int64, device=codes.device)
+    for row_half in range(2):
+        for column_half in range(2):
+            for column in range(2):
+                code = codes[:, :, :, row_half, :, :, column_half, :, column]
+                place = 4 * (2 * row_half + column_half) + 16 * column
+                words = words | code.to(torch.int64) << place
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    # Lane 4 g + c, its four words.
-    return words.permute(0, 1, 3, 2, 4, 5).reshape(experts, blocks, tiles, 128)
+    # [E, block, tile, g, step, c] -> [E, step, block, g, c, tile]
+    words = words.permute(0, 4, 1, 3, 5, 2).flatten(3).contiguous()
+    scales = weight.scales.view(experts, rows // ROWS, 8, 8, groups)
+    scales = scales.permute(0, 4, 1, 3, 2).reshape(experts, groups, rows)
+    found = Blocks(words, scales.contiguous())
+    check_scales(found)
+    return found
 
 
-def _scales(scales: Tensor, experts: int, blocks: int, tiles: int) -> Tensor:
-    """int16 [E, blocks, tiles, 16]: lane pair 2 g + group, row g's byte the low one."""
-    # [E, block, row half, g, tile, group]
-    exponents = scales.view(experts, blocks, 2, 8, tiles, 2).to(torch.int64) + SHIFT
-    both = exponents[:, :, 0] | exponents[:, :, 1] << 8
-    both = torch.where(both >= 2**15, both - 2**16, both).to(torch.int16)
-    return both.permute(0, 1, 3, 2, 4).reshape(experts, blocks, tiles, 16)
+def check_scales(blocks: Blocks) -> None:
+    """Raise ValueError for a scale that the kernels do not compute."""
+    if (largest := int(blocks.scales.max())) > LARGEST_SCALE:
+        raise ValueError(
+            f"a scale byte is {largest}; the kernels take scales up to "
+            f"2^{LARGEST_SCALE - 127}, byte {LARGEST_SCALE}, and no NaN"
+        )
+
+
+def pack_stacked(gate: Mxfp4, up: Mxfp4) -> Blocks:
+    """Gate's rows, then up's, each [E, I, K]; as `pack`."""
+    return pack(
+        Mxfp4(
+            torch.cat((gate.packed, up.packed), 1),
+            torch.cat((gate.scales, up.scales), 1),
+        )
+    )
+
+
+def place_of(column: int) -> int:
+    """Where a column of 32 stands in the rows between the kernels: the eight that a
+    lane multiplies lie side by side."""
+    step, inside = divmod(column, COLUMNS)
+    half, pair = divmod(inside, 8)
+    return 8 * (pair // 2) + 4 * step + 2 * half + pair % 2

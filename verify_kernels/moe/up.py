@@ -1,63 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first half of the chosen experts: h_p = SiTU(W1_e z_m, W3_e z_m) of each pair p.
+"""The first half of the experts: h_p = w_p SiTU(W1_e z_m, W3_e z_m) of each pair p.
 
-A pair is a row m and one of the experts e that it chose (`ExpertPlan`). An item of work
-is 8 rows of gate and the 8 of up beside them, of one distinct expert, for all rows that
-chose it: 16 x L weights, read once. The CTAs, as many as fit the GPU, take items in
-turn; the 8 warps of one share K.
+A pair is a row m and one of the experts e that it chose (`ExpertPlan`), w_p its weight.
+An item of work is 64 rows of gate and the same of up, of one distinct expert, for all
+rows that chose it. Clusters of two take items in turn: CTA 0 has the rows of gate, CTA
+1 those of up. The 8 warps of a CTA share K. A turn is an item and eight of its pairs.
 
-    ahead        a warp's tiles of its next item, 16 bytes a lane and tile, are on their
-                 way while it multiplies those of this one
-    multiply     weights become bf16 in registers and are the 16-row operand of
-                 m16n8k16, eight pairs of the expert its 8 columns: a lane loads 32
-                 bytes a tile of its pair's row; one without a pair has zeros
-    add          the warps' sums meet in shared memory, two areas in turn, and are added
-                 in the order of K; SiTU; one rounding to bf16
+    ahead        a warp's next groups, of 32 columns each, are on their way to its
+                 shared memory: two blocks of weights, their scales, the pairs' rows
+    multiply     weights become bf16 in registers and are the 16-row operands of
+                 m16n8k16, the pairs the 8 columns
+    add          the warps' sums meet in shared memory and are added in the order of K,
+                 a warp a pair
+    exchange     CTA 0 takes the sums of up of four pairs, CTA 1 those of gate of the
+                 other four
+    a turn later SiTU, times w_p; one rounding to bf16
 
-An expert with more than eight pairs multiplies the weights that it holds again. A
-pair's bits depend on its row and expert alone: K is cut the same way for all.
+Asynchronous copies and not loads into registers: those are waited for by six counters,
+each of which waits for all loads that it counts, so of fourteen under way five or so
+were (2.6 TB/s at any depth, H200, 2026-11-30).
+
+An expert with more than eight pairs is read again, from L2. A pair's bits depend on its
+row and expert alone: K is cut the same way for all. h lies in the order of
+`layout.place_of`.
+
+What a CTA sends in a turn goes to one of two places in turn, and is waited for in the
+next turn, in front of its barrier. So a CTA that sends knows that the place is free: in
+turn t it has what the other one sent in t - 1, behind a barrier that came after the
+other one had read what was there from t - 2.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
     PAIRS,
-    factors,
-    halfword,
-    load_scales,
-    load_tile,
-    no_words,
+    TILES,
+    after,
+    no_sums,
     product,
+    read_block,
+    read_factors,
     situ,
-    stage,
-    word,
-    zeros,
 )
+from verify_kernels.moe.experts import CTAS_PER_SM
 from verify_kernels.moe.layout import (
+    BLOCK_BYTES,
     COLUMNS,
-    CTAS_PER_SM,
-    HALF,
-    TILE_BYTES,
-    WARPS,
-    slots_of,
+    ROWS,
+    STEPS_OF_GROUP,
+    filled_columns,
+    filled_rows,
 )
 
+#: Of a CTA.
+WARPS = 8
 THREADS = 32 * WARPS
+#: Rows of the sums of a pair: lanes of a store, and quads of a load, meet all banks.
+PITCH = ROWS + 4
+AREA = 4 * PAIRS * PITCH
+#: Of a place for what the other CTA sends.
+INBOX = 4 * ROWS * PAIRS // 2
+#: Warps that send.
+SENDERS = PAIRS // 2
+#: Bytes that a lane copies at once.
+CHUNK = 16
+#: Of a pair's row in a group, and of a group in shared memory: weights, rows, scales.
+ROW_BYTES = 2 * COLUMNS * STEPS_OF_GROUP
+TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
+SCALES_AT = TOKENS_AT + PAIRS * ROW_BYTES
+SLOT_BYTES = SCALES_AT + ROWS
 
 
 class ExpertsUpKernel:
     """For any number of rows and experts.
 
     Args:
-        latent: L, columns of the input, a multiple of 64 up to 4096.
-        inner: I, rows of gate and of up on this rank, a multiple of 8.
+        latent: L, columns of the input, a multiple of 256 up to 3584, or 128.
+        inner: I, rows of gate and of up, a multiple of 64.
         experts: E, experts that there are.
         top_k: K, a power of two.
+        held: rows of each that the layer has, I and then zeros, a multiple of 64.
     """
 
     pdl = True
@@ -70,46 +97,71 @@ class ExpertsUpKernel:
         "offsets",
         "pairs",
         "counts",
+        "weights",
         "out",
     )
     early_loads = ()
 
-    def __init__(self, latent: int, inner: int, experts: int, top_k: int):
-        self.experts = experts
+    def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
+        self.inner = inner
         self.k_bits = top_k.bit_length() - 1
-        tiles = latent // COLUMNS
-        #: Tiles of a warp, the last ones of which may not be there.
-        self.run = -(-tiles // WARPS)
-        self.tiles = tiles
-        self.slots = slots_of(self.run)
-        self.blocks = inner // HALF
-        # Shared memory: the warps' sums, twice; the distinct experts, their offsets.
-        self.list_at = 2 * WARPS * TILE_BYTES
-        self.offsets_at = self.list_at + 4 * experts
-        self.shared_bytes = self.offsets_at + 4 * (experts + 1)
+        #: Blocks of a warp along K, and groups; a lone block is half of one.
+        self.steps = latent // COLUMNS // WARPS
+        self.blocks_of_group = min(STEPS_OF_GROUP, self.steps)
+        self.groups = self.steps // self.blocks_of_group
+        #: Groups that there is room for, half of a warp's: of two CTAs' 7 KB a warp
+        #: memory needs half under way. A later group is asked for while the one behind
+        #: that which was there is multiplied, or if there is room for one alone, then.
+        self.ring = max(self.groups // 2, 1)
+        self.lag = min(self.ring - 1, 1)
+        self.blocks = inner // ROWS
+        #: Where up begins.
+        self.up_block = held // ROWS
+        #: Of both matrices, and of K.
+        self.rows = filled_rows(2 * held)
+        self.expert_steps = filled_columns(latent) // COLUMNS
+        self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
+        # Shared memory: two barriers; the warps' groups; the warps' sums; two places
+        # for the other CTA's.
+        self.groups_at = 16
+        self.areas_at = self.groups_at + WARPS * SLOT_BYTES * self.ring
+        self.inbox_at = self.areas_at + WARPS * AREA
+        self.shared_bytes = self.inbox_at + 2 * INBOX
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,  # bf16 [M, L], rows at any multiple of 16 bytes
-        words: cute.Tensor,  # int32 [E, I / 8, 8, run, 128]
-        scales: cute.Tensor,  # int16 [E, I / 8, 8, 16, slots]
+        words: cute.Tensor,  # int32 [E, L / 16, 2 I / 64, 128], filled up
+        scales: cute.Tensor,  # uint8 [E, L / 32, 2 I], filled up
         experts: cute.Tensor,
         offsets: cute.Tensor,
         pairs: cute.Tensor,
         counts: cute.Tensor,
+        weights: cute.Tensor,  # fp32 [M, K]
         out: cute.Tensor,  # bf16 [64 K, I]
         beta: Float32,
         linear: Float32,
-        ctas: Int32,
+        clusters: Int32,
         pdl: Int32,
         stream,
     ):
         self.kernel(
-            x, words, scales, experts, offsets, pairs, counts, out, beta, linear
+            x,
+            words,
+            scales,
+            experts,
+            offsets,
+            pairs,
+            counts,
+            weights,
+            out,
+            beta,
+            linear,
         ).launch(
-            grid=[ctas, 1, 1],
+            grid=[2 * clusters, 1, 1],
             block=[THREADS, 1, 1],
+            cluster=[2, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
@@ -127,115 +179,275 @@ class ExpertsUpKernel:
         offsets: cute.Tensor,
         pairs: cute.Tensor,
         counts: cute.Tensor,
+        weights: cute.Tensor,
         out: cute.Tensor,
         beta: Float32,
         linear: Float32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        first, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        number, _, _ = cute.arch.block_idx()
+        size, _, _ = cute.arch.grid_dim()
+        rank = number & 1
+        first = number >> 1
+        step = size >> 1
         lane = cute.arch.lane_idx()
         warp = thread >> 5
-        g = lane >> 2
-        c = lane & 3
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
+        if thread == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(self.barrier(base + 8 * i), SENDERS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        stage(base + self.list_at, experts, self.experts, thread, THREADS)
-        stage(base + self.offsets_at, offsets, self.experts + 1, thread, THREADS)
-        cute.arch.sync_threads()
-
         items = used * self.blocks
-        held = cute.make_rmem_tensor((4 * self.run,), Int32)
-        exponents = cute.make_rmem_tensor((self.slots // 2,), Int32)
-        ahead = cute.make_rmem_tensor((self.slots // 2,), Int32)
+        # 0, which the compiler does not know.
+        zero = used >> 31
+        to = base + self.groups_at + SLOT_BYTES * self.ring * warp
         there = first < items
-        number = self.place(base, first, there, warp)
-        at = words.iterator.toint() + number * (TILE_BYTES * self.run) + 16 * lane
-        for t in cutlass.range_constexpr(self.run):
-            self.request(held, t, at, there, warp, ())
-        load_scales(ahead, scales, number, self.slots, lane, there)
-        area = base
+        at, scales_at, begin, count = self.place(
+            words, scales, experts, offsets, first, there, rank, warp, lane
+        )
+        row, size = self.row_of(x, pairs, begin, count, Int32(0), warp, lane)
+        for q in cutlass.range_constexpr(self.ring - self.lag):
+            self.request(to, q, q, at, scales_at, row, size, Int32(there), lane)
+        cute.arch.cluster_wait()
+        cute.arch.sync_threads()
+        turn = Int32(0)
+        # Of the turn before: this thread's sums, its pair or -1, where its h goes.
+        own = cute.make_rmem_tensor((4,), Float32)
+        own.fill(0.0)
+        pair = Int32(-1)
+        h_at = Int64(0)
         for item in cutlass.range(first, items, step, unroll=1):
-            for i in cutlass.range_constexpr(self.slots // 2):
-                exponents[i] = ahead[i]
             there = item + step < items
-            number = self.place(base, item + step, there, warp)
-            at = words.iterator.toint() + number * (TILE_BYTES * self.run) + 16 * lane
-            load_scales(ahead, scales, number, self.slots, lane, there)
-            index = item // self.blocks
-            block = item - index * self.blocks
-            begin = word(base + self.offsets_at + 4 * index)
-            count = word(base + self.offsets_at + 4 * index + 4) - begin
+            next_at, next_scales_at, next_begin, next_count = self.place(
+                words, scales, experts, offsets, item + step, there, rank, warp, lane
+            )
+            block = item % self.blocks
             for column in cutlass.range(0, count, PAIRS, unroll=1):
-                live = Int32(column + g < count)
-                pair = pairs[begin + cutlass.min(column + g, count - 1)]
-                row = Int64(2) * x.stride[0] * (pair >> self.k_bits)
-                row = x.iterator.toint() + row
-                row = row + 2 * COLUMNS * self.run * warp + 32 * c
-                # The last to multiply these weights makes way for the next item's.
-                goes = there & (column + PAIRS >= count)
-                acc = self.multiply(row, live, warp, held, exponents, at, goes)
-                bits = [ptx.float_bits(value) for value in acc]
-                ptx.store_shared_128_if(
-                    area + TILE_BYTES * warp + 16 * lane, Int32(1), bits
+                # Next come the other pairs of this item, or the next one.
+                again = column + PAIRS < count
+                next_row, next_size = self.row_of(
+                    x,
+                    pairs,
+                    cutlass.select_(again, begin, next_begin),
+                    cutlass.select_(again, count, next_count),
+                    cutlass.select_(again, column + PAIRS, Int32(0)),
+                    warp,
+                    lane,
                 )
+                acc = self.multiply(
+                    to, at, scales_at, row, size,
+                    cutlass.select_(again, at, next_at),
+                    cutlass.select_(again, scales_at, next_scales_at), next_row,
+                    next_size, Int32(there | again), zero, lane,
+                )  # fmt: skip
+                if turn > 0:
+                    self.finish(
+                        base, turn - 1, own, pair, h_at, rank, lane, warp, weights,
+                        out, beta, linear,
+                    )  # fmt: skip
+                # All have added what was there before.
                 cute.arch.sync_threads()
-                n = column + (thread >> 3)
-                if (thread < HALF * PAIRS) & (n < count):
-                    value = self.add(area, thread >> 3, thread & 7, beta, linear)
-                    inner = HALF * block + (thread & 7)
-                    out[pairs[begin + n], inner] = value.to(BFloat16)
-                area = 2 * base + WARPS * TILE_BYTES - area
+                self.leave(acc, base + self.areas_at + AREA * warp, lane)
+                cute.arch.sync_threads()
+                self.add(base, turn & 1, own, rank, lane, warp)
+                mine = column + warp
+                pair = pairs[begin + cutlass.min(mine, count - 1)]
+                h_at = Int64(pair) * self.inner + ROWS * block
+                pair = cutlass.select_(mine < count, pair, Int32(-1))
+                turn = turn + 1
+                row = next_row
+                size = next_size
+            at = next_at
+            scales_at = next_scales_at
+            begin = next_begin
+            count = next_count
+        if turn > 0:
+            self.finish(
+                base, turn - 1, own, pair, h_at, rank, lane, warp, weights, out, beta,
+                linear,
+            )  # fmt: skip
+
+    def barrier(self, address):
+        return cute.make_ptr(
+            cutlass.Int64, address, cute.AddressSpace.smem, assumed_align=8
+        )
 
     @cute.jit
-    def place(self, base, item, there, warp):
-        """Number of a warp's run of an item, or of another if that is not there."""
+    def place(self, words, scales, experts, offsets, item, there, rank, warp, lane):
+        """Where a lane's blocks and scales of an item begin, and where its pairs begin
+        and how many they are; those of another if that is not there."""
         item = cutlass.select_(there, item, Int32(0))
         index = item // self.blocks
-        expert = cutlass.max(word(base + self.list_at + 4 * index), Int32(0))
-        block = item - index * self.blocks
-        return (Int64(expert) * self.blocks + block) * WARPS + warp
+        expert = cutlass.max(experts[index], Int32(0))
+        begin = offsets[index]
+        count = offsets[index + 1] - begin
+        block = item - index * self.blocks + self.up_block * rank
+        step = Int64(expert) * self.expert_steps + self.steps * warp
+        at = words.iterator.toint() + self.step_bytes * step
+        at = at + BLOCK_BYTES * block + CHUNK * lane
+        # With one block a warp two warps share a group.
+        scales_at = scales.iterator.toint() + self.rows * (step >> 1)
+        return at, scales_at + ROWS * block + CHUNK * lane, begin, count
 
     @cute.jit
-    def request(self, held, t, at, there, warp, old):
-        """A warp's t-th tile of an item, if there is one."""
-        live = Int32(there & (warp * self.run + t < self.tiles))
-        load_tile(held, t, at, live, old)
+    def row_of(self, x, pairs, begin, count, column, warp, lane):
+        """Where this lane's part of a pair's row begins, of an item's eight pairs from
+        ``column`` on, and the bytes there are of a chunk: none without a pair."""
+        own = column + (lane >> 2)
+        there = own < count
+        pair = pairs[begin + cutlass.select_(there, own, Int32(0))]
+        row = Int64(2) * x.stride[0] * (cutlass.max(pair, Int32(0)) >> self.k_bits)
+        row = x.iterator.toint() + row + 2 * COLUMNS * self.steps * warp
+        size = cutlass.select_(there, Int32(CHUNK), Int32(0))
+        return row + CHUNK * (lane & 3), size
 
     @cute.jit
-    def multiply(self, row, live, warp, held, exponents, at, goes):
-        """This warp's sums of eight pairs, whose lane's row is at ``row``; if the
-        weights go, the tiles at ``at`` take their place."""
-        acc = [zeros(), zeros()]
-        tokens = self.tokens(row, live, warp, 0)
-        for t in cutlass.range_constexpr(self.run):
-            current = tokens
-            if const_expr(t + 1 < self.run):
-                tokens = self.tokens(row, live, warp, t + 1)
-            low, high = factors(halfword(exponents, t))
-            tile = [held[4 * t + i] for i in range(4)]
-            acc[t % 2] = product(acc[t % 2], tile, current, low, high)
-            self.request(held, t, at, goes, warp, tile)
-        return [a + b for a, b in zip(*acc, strict=True)]
+    def request(
+        self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, at, scales_at, row,
+        size, live, lane,
+    ):  # fmt: skip
+        """Copies of the q-th group of an item, if it is there."""
+        place = SLOT_BYTES * slot
+        for b in cutlass.range_constexpr(self.blocks_of_group):
+            step = self.blocks_of_group * q + b
+            ptx.copy_async_128_if(
+                to + CHUNK * lane, at, live, place + BLOCK_BYTES * b,
+                self.step_bytes * step,
+            )  # fmt: skip
+        own = live
+        if cutlass.const_expr(self.blocks_of_group < STEPS_OF_GROUP):
+            own = live & Int32((lane & 3) < STEPS_OF_GROUP)
+        # Chunks change places, so that the rows of a matrix meet all banks.
+        g = lane >> 2
+        token = to + ROW_BYTES * g + CHUNK * ((lane & 3) ^ ((g >> 1) & 3))
+        ptx.copy_async_128_if(
+            token, row, own, place + TOKENS_AT, ROW_BYTES * q, size=size
+        )
+        own = live & Int32(lane < ROWS // CHUNK)
+        ptx.copy_async_128_if(
+            to + CHUNK * lane, scales_at, own, place + SCALES_AT, self.rows * q
+        )
+        ptx.commit_copies()
 
     @cute.jit
-    def tokens(self, at, live, warp, t):
-        """32 bytes of this lane's row, or zeros."""
-        there = live & Int32(warp * self.run + t < self.tiles)
-        low = ptx.load_global_128_if(at, there, 2 * COLUMNS * t, no_words())
-        high = ptx.load_global_128_if(at, there, 2 * COLUMNS * t + 16, no_words())
-        return (*low, *high)
+    def multiply(
+        self, to, at, scales_at, row, size, next_at, next_scales_at, next_row,
+        next_size, more, zero, lane,
+    ):  # fmt: skip
+        """This warp's sums of eight pairs. A group that was used makes way for a later
+        one, or if there is more to multiply, one of the first of that."""
+        acc = no_sums()
+        r = lane & 7
+        token = to + ROW_BYTES * r + CHUNK * ((lane >> 3) ^ ((r >> 1) & 3))
+        free = to
+        for q in cutlass.range_constexpr(self.groups):
+            place = SLOT_BYTES * (q % self.ring)
+            ptx.wait_copies(self.ring - 1 - self.lag)
+            cute.arch.sync_warp()
+            tokens = ptx.load_matrices(
+                token, place + TOKENS_AT, 2 * self.blocks_of_group
+            )
+            factors = read_factors(to, place + SCALES_AT, lane)
+            blocks = [
+                read_block(to, place + BLOCK_BYTES * b, lane)
+                for b in range(self.blocks_of_group)
+            ]
+            if cutlass.const_expr(self.lag == 1):
+                self.ask(
+                    free, q, at, scales_at, row, size, next_at, next_scales_at,
+                    next_row, next_size, more, lane,
+                )  # fmt: skip
+            for b in cutlass.range_constexpr(self.blocks_of_group):
+                acc = product(acc, blocks[b], tokens[2 * b : 2 * b + 2], factors)
+            # The place is free when the products are there, which need what was read.
+            free = to + after(acc, zero)
+            if cutlass.const_expr(self.lag == 0):
+                self.ask(
+                    free, q, at, scales_at, row, size, next_at, next_scales_at,
+                    next_row, next_size, more, lane,
+                )  # fmt: skip
+        return acc
 
     @cute.jit
-    def add(self, area, n, row, beta, linear):
-        """The warps' sums of a pair's gate and up, in order, and SiTU of them."""
-        at = area + 16 * (4 * row + (n >> 1)) + 4 * (n & 1)
-        sums = [Float32(0.0), Float32(0.0)]
-        for w in cutlass.range_constexpr(WARPS):
-            for half in cutlass.range_constexpr(2):
-                part = word(at + TILE_BYTES * w + 8 * half, Float32)
-                sums[half] = part if w == 0 else sums[half] + part
-        return situ(sums[0], sums[1], beta, linear)
+    def ask(
+        self, free, q: cutlass.Constexpr, at, scales_at, row, size, next_at,
+        next_scales_at, next_row, next_size, more, lane,
+    ):  # fmt: skip
+        """Copies to the place that is free in the q-th group's turn."""
+        new = q - self.lag + self.ring
+        slot = new % self.ring
+        if cutlass.const_expr(new < self.groups):
+            self.request(free, slot, new, at, scales_at, row, size, Int32(1), lane)
+        else:
+            self.request(
+                free, slot, new - self.groups, next_at, next_scales_at, next_row,
+                next_size, more, lane,
+            )  # fmt: skip
+
+    def leave(self, acc, area, lane):
+        """A warp's sums to shared memory, [pair, row]."""
+        for j in range(TILES):
+            for i in range(4):
+                row = 16 * j + (lane >> 2) + 8 * (i // 2)
+                place = area + 4 * (PITCH * (2 * (lane & 3) + i % 2) + row)
+                ptx.store_shared_f32(place, acc[j][i])
+
+    @cute.jit
+    def add(self, base, buffer, own, rank, lane, warp):
+        """This warp's pair: a lane adds four rows' sums, which stay here or go to the
+        other CTA."""
+        if lane < ROWS // 4:
+            at = base + self.areas_at + 4 * PITCH * warp + 16 * lane
+            value = ptx.load_shared_f32x4(at)
+            for w in cutlass.range_constexpr(1, WARPS):
+                part = ptx.load_shared_f32x4(at, AREA * w)
+                value = tuple(a + b for a, b in zip(value, part, strict=True))
+            if (warp >> 2) != rank:
+                barrier = base + 8 * buffer
+                there = base + self.inbox_at + INBOX * buffer
+                there = there + 4 * ROWS * (warp & 3) + 16 * lane
+                ptx.store_remote_f32x4(there, value, barrier, 1 - rank)
+                if lane == 0:
+                    ptx.arrive_remote_expecting(barrier, 1 - rank, INBOX // SENDERS)
+            for i in cutlass.range_constexpr(4):
+                own[i] = value[i]
+
+    @cute.jit
+    def finish(
+        self, base, turn, own, pair, h_at, rank, lane, warp, weights, out, beta, linear
+    ):
+        """Four rows of a pair of a turn: this CTA's sums, the other's, h."""
+        if (warp >> 2) == rank:
+            buffer = turn & 1
+            barrier = self.barrier(base + 8 * buffer)
+            # Not acquired for the cluster, which would empty L1.
+            cute.arch.mbarrier_wait(barrier, (turn >> 1) & 1)
+            if (lane < ROWS // 4) & (pair >= 0):
+                there = base + self.inbox_at + INBOX * buffer
+                there = there + 4 * ROWS * (warp & 3) + 16 * lane
+                other = ptx.load_shared_f32x4(there)
+                share = weights[pair >> self.k_bits, pair & ((1 << self.k_bits) - 1)]
+                is_gate = rank == 0
+                h = []
+                for i in cutlass.range_constexpr(4):
+                    gate = cutlass.select_(is_gate, own[i], other[i])
+                    up = cutlass.select_(is_gate, other[i], own[i])
+                    h.append(share * situ(gate, up, beta, linear))
+                # Rows 4 q .. 4 q + 3 of a block are two pairs of columns to the next
+                # kernel, those of lanes 2 (q & 1) and the one behind.
+                at = h_at + 32 * (lane >> 3) + 16 * (lane & 1)
+                at = at + (lane & 4) + (lane & 2)
+                for i in cutlass.range_constexpr(2):
+                    pointer = cute.make_ptr(
+                        Int32,
+                        out.iterator.toint() + 2 * (at + 8 * i),
+                        cute.AddressSpace.gmem,
+                        assumed_align=4,
+                    )
+                    two = ptx.pack_bf16x2(h[2 * i], h[2 * i + 1])
+                    cute.make_tensor(pointer, cute.make_layout(1))[0] = two

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in Humming's layout: where a weight is, anywhere; numbers on a GPU."""
+"""Humming's layout: where a weight is, anywhere; Humming's own repack on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.verify_kernels.test_moe_experts import experts_of, filled, mxfp4
-from verify_kernels.moe.humming import layout
-from verify_kernels.moe.humming.host import HummingBank
+from verify_kernels.moe import ExpertBank, layout
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
 
 
@@ -56,10 +55,10 @@ def test_columns_between_the_kernels_are_a_permutation() -> None:
 
 def test_a_layer_is_seen_where_it_is() -> None:
     """The views of a layer's parameters have the weights' memory."""
-    bank = experts_of((128, 64, 16, 4)).bank(HummingBank)
+    bank = experts_of((128, 64, 16, 4)).bank()
     w13, w2 = (b.words.flatten(2) for b in (bank.up, bank.down))
     sizes = 128, 64, 64
-    seen = HummingBank.of_layer(w13, bank.up.scales, w2, bank.down.scales, *sizes)
+    seen = ExpertBank.of_layer(w13, bank.up.scales, w2, bank.down.scales, *sizes)
     assert seen.experts == 16
     for one, other in ((seen.up, bank.up), (seen.down, bank.down)):
         assert one.words.data_ptr() == other.words.data_ptr()
@@ -74,9 +73,9 @@ def test_rows_that_are_filled_up_must_be_zero() -> None:
         arguments = (w13, bank.up.scales, w2, bank.down.scales, 128, 64, 192)
         if byte:
             with pytest.raises(ValueError, match="of 192 rows of gate those from 64"):
-                HummingBank.of_layer(*arguments)
+                ExpertBank.of_layer(*arguments)
         else:
-            assert HummingBank.of_layer(*arguments).inner == 64
+            assert ExpertBank.of_layer(*arguments).inner == 64
 
 
 def large(shape: tuple[int, ...]) -> Mxfp4:
@@ -94,11 +93,11 @@ def test_weights_that_the_kernels_do_not_take() -> None:
     with pytest.raises(ValueError, match=r"weight is torch.int32 \(1, 4, 64\)"):
         words = torch.zeros(1, 4, 64, dtype=torch.int32)
         layout.Blocks.of_layer(words, torch.zeros(1, 2, 32, dtype=torch.uint8))
-    bank = experts_of((128, 64, 16, 4)).bank(HummingBank)
+    bank = experts_of((128, 64, 16, 4)).bank()
     with pytest.raises(
         ValueError, match=r"up has words \(16, 8, 4, 128\); .* are \(16, 16, 4, 128\)"
     ):
-        HummingBank(bank.up, bank.down, 256, 64, 64)
+        ExpertBank(bank.up, bank.down, 256, 64, 64)
 
 
 @pytest.mark.gpu
