@@ -39,6 +39,8 @@ FORMS = (
     ((128, 64, 16, 4), 64),
     ((128, 64, 16, 4), 256),
 )
+#: Of an SM.
+REGISTERS = 65536
 #: CTAs of the first half that an SM holds.
 CTAS_PER_SM = 2
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
@@ -220,24 +222,32 @@ def _down_arguments(
 def variants() -> list[Variant]:
     """Both halves for every form in `FORMS`."""
     from verify_kernels.moe.down import ExpertsDownKernel
-    from verify_kernels.moe.up import ExpertsUpKernel
+    from verify_kernels.moe.up import THREADS, ExpertsUpKernel
 
-    halves = (
-        ("up", ExpertsUpKernel, _up_arguments, 128, 113 * 1024),
-        ("down", ExpertsDownKernel, _down_arguments, 80, 227 * 1024),
-    )
-    return [
+    first = [
         Variant(
             op="moe",
-            name=_name(half, shape, held),
-            kernel=kernel(*shape, held),
-            arguments=functools.partial(arguments, *shape, held),
-            max_registers=registers,
-            max_shared_bytes=shared,
+            name=_name("up", shape, held),
+            kernel=ExpertsUpKernel(*shape, held),
+            arguments=functools.partial(_up_arguments, *shape, held),
+            max_registers=REGISTERS // (CTAS_PER_SM * THREADS),
+            max_shared_bytes=113 * 1024,
         )
         for shape, held in FORMS
-        for half, kernel, arguments, registers, shared in halves
     ]
+    kernels = [ExpertsDownKernel(*shape, held) for shape, held in FORMS]
+    second = [
+        Variant(
+            op="moe",
+            name=_name("down", shape, held),
+            kernel=kernel,
+            arguments=functools.partial(_down_arguments, *shape, held),
+            # In eights.
+            max_registers=REGISTERS // kernel.threads // 8 * 8,
+        )
+        for kernel, (shape, held) in zip(kernels, FORMS, strict=True)
+    ]
+    return [*first, *second]
 
 
 @functools.cache
