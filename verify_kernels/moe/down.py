@@ -28,6 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
     PAIRS,
@@ -110,7 +111,7 @@ class ExpertsDownKernel:
         # Shared memory: a barrier; the warps' steps, and their sums once these are
         # done; what the other CTA sends; of the rows' experts each one's pair of each
         # row, the id, how many pairs it has of a row at most, and where they begin and
-        # end; the warps' counts.
+        # end; all pairs; the warps' counts.
         self.own_at = 16
         self.inbox_at = self.own_at + self.warps * RING * SLOT_BYTES
         self.table_at = self.inbox_at + 4 * PAIRS * HALF
@@ -118,7 +119,9 @@ class ExpertsDownKernel:
         self.times_at = self.list_at + 4 * self.most
         self.start_at = self.times_at + 4 * self.most
         self.stop_at = self.start_at + 4 * self.most
-        self.counts_at = self.stop_at + 4 * self.most
+        self.pairs = MAX_ROWS * top_k
+        self.pairs_at = self.stop_at + 4 * self.most
+        self.counts_at = self.pairs_at + 4 * self.pairs
         self.shared_bytes = self.counts_at + 4 * self.warps
 
     @cute.jit
@@ -195,8 +198,7 @@ class ExpertsDownKernel:
         # 0, which the compiler does not know.
         zero = used >> 31
         self.multiply(
-            base, before, own * self.steps, at, scales_at, source, pairs, warp, lane,
-            zero,
+            base, before, own * self.steps, at, scales_at, source, warp, lane, zero,
         )  # fmt: skip
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
@@ -212,19 +214,22 @@ class ExpertsDownKernel:
         lane = thread & 31
         warp = thread >> 5
         total = counts[0]
+        # Ahead of the first barrier, so that all of it is under way at once.
+        begin, end, expert = self.expert_at(experts, offsets, thread)
+        for i in cutlass.range_constexpr(-(-self.pairs // self.threads)):
+            at = self.threads * i + thread
+            if at < self.pairs:
+                put(base + self.pairs_at + 4 * at, pairs[at])
+        cute.arch.sync_threads()
         used = Int32(0)
         for first in cutlass.range(0, total, self.threads, unroll=1):
             index = first + thread
-            begin = Int32(0)
-            end = Int32(0)
-            if index < total:
-                begin = offsets[index]
-                end = offsets[index + 1]
+            end = cutlass.select_(index < total, end, begin)
             # Pairs of an expert are there by rows, those of a row side by side.
             start = begin
             stop = begin
             for i in cutlass.range(begin, end, unroll=1):
-                row = (pairs[i] >> self.k_bits) - first_row
+                row = self.row_at(base, i) - first_row
                 start = start + Int32(row < 0)
                 stop = stop + Int32(row < PAIRS)
             votes = cute.arch.vote_ballot_sync(start < stop)
@@ -240,19 +245,31 @@ class ExpertsDownKernel:
                 run = Int32(0)
                 most = Int32(1)
                 for i in cutlass.range(start, stop, unroll=1):
-                    pair = pairs[i]
-                    row = (pair >> self.k_bits) - first_row
+                    pair = word(base + self.pairs_at + 4 * i)
+                    row = self.row_at(base, i) - first_row
                     run = cutlass.select_(row == last, run + 1, Int32(1))
                     most = cutlass.max(most, run)
                     if row != last:
                         put(base + self.table_at + 4 * (PAIRS * place + row), pair)
                     last = row
-                put(base + self.list_at + 4 * place, experts[index])
+                put(base + self.list_at + 4 * place, expert)
                 put(base + self.times_at + 4 * place, most)
                 put(base + self.start_at + 4 * place, start)
                 put(base + self.stop_at + 4 * place, stop)
+            begin, end, expert = self.expert_at(experts, offsets, index + self.threads)
             cute.arch.sync_threads()
         return used
+
+    @cute.jit
+    def expert_at(self, experts, offsets, index):
+        """Where the pairs of the ``index``-th distinct expert begin and end, and its
+        id; another's if there are not so many experts."""
+        index = cutlass.min(index, self.experts - 1)
+        return offsets[index], offsets[index + 1], experts[index]
+
+    def row_at(self, base, i):
+        """Row of the ``i``-th pair."""
+        return word(base + self.pairs_at + 4 * i) >> self.k_bits
 
     @cute.jit
     def deal(self, base, used, lane, part):
@@ -271,9 +288,7 @@ class ExpertsDownKernel:
         return before, own
 
     @cute.jit
-    def multiply(
-        self, base, before, steps, at, scales_at, source, pairs, warp, lane, zero
-    ):
+    def multiply(self, base, before, steps, at, scales_at, source, warp, lane, zero):
         """A warp's sums, which are left in shared memory."""
         own = base + self.own_at + RING * SLOT_BYTES * warp
         tokens = cute.make_rmem_tensor((4,), Int32)
@@ -302,7 +317,7 @@ class ExpertsDownKernel:
             times = word(base + self.times_at + 4 * index)
             for time in cutlass.range(times, unroll=1):
                 if time > 0:
-                    pair = self.later_pair(base, index, time, pairs, lane)
+                    pair = self.later_pair(base, index, time, lane)
                     row = self.row_of(source, pair, step)
                     loaded = ptx.load_global_128_if(
                         row, Int32(pair >= 0), 0, (Int32(0),) * 4
@@ -356,7 +371,7 @@ class ExpertsDownKernel:
         ptx.commit_copies()
 
     @cute.jit
-    def later_pair(self, base, index, time, pairs, lane):
+    def later_pair(self, base, index, time, lane):
         """The pair of this lane's row and an expert behind ``time`` others, or -1."""
         found = Int32(-1)
         seen = Int32(0)
@@ -364,8 +379,8 @@ class ExpertsDownKernel:
         start = word(base + self.start_at + 4 * index)
         stop = word(base + self.stop_at + 4 * index)
         for i in cutlass.range(start, stop, unroll=1):
-            pair = pairs[i]
-            if (first >= 0) & ((pair >> self.k_bits) == (first >> self.k_bits)):
+            if (first >= 0) & (self.row_at(base, i) == (first >> self.k_bits)):
+                pair = word(base + self.pairs_at + 4 * i)
                 found = cutlass.select_(seen == time, pair, found)
                 seen = seen + 1
         return found

@@ -43,6 +43,8 @@ FORMS = (
 REGISTERS = 65536
 #: CTAs of the first half that an SM holds.
 CTAS_PER_SM = 2
+#: Clusters of it that have SMs alone: of the smaller Hopper and Blackwell GPUs.
+ALONE = 66
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
 Shape = tuple[int, int, int, int]
 
@@ -147,12 +149,13 @@ class ExpertBank:
         return (shape, self.held) in FORMS
 
     def variant_name(self, half: str, shape: Shape) -> str:
-        """Name of a half, "up" or "down"; says all that its kernel is made from."""
+        """Name of a half, "up", "up_alone" or "down"; says all that its kernel is made
+        from."""
         return _name(half, shape, self.held)
 
     def clusters(self, device: int, pairs: int) -> int:
         """Of the first half: as many as fit a GPU, or have work if no two of ``pairs``
-        share an expert. One that has none may take another's place on an SM."""
+        share an expert."""
         fit = CTAS_PER_SM * multiprocessors(device) // 2
         return min(fit, pairs * (self.inner // ROWS))
 
@@ -220,20 +223,23 @@ def _down_arguments(
 
 
 def variants() -> list[Variant]:
-    """Both halves for every form in `FORMS`."""
+    """Both halves for every form in `FORMS`, the first also alone on an SM."""
     from verify_kernels.moe.down import ExpertsDownKernel
     from verify_kernels.moe.up import THREADS, ExpertsUpKernel
 
     first = [
         Variant(
             op="moe",
-            name=_name("up", shape, held),
-            kernel=ExpertsUpKernel(*shape, held),
+            name=_name("up_alone" if alone else "up", shape, held),
+            kernel=ExpertsUpKernel(*shape, held, alone=alone),
             arguments=functools.partial(_up_arguments, *shape, held),
-            max_registers=REGISTERS // (CTAS_PER_SM * THREADS),
-            max_shared_bytes=113 * 1024,
+            max_registers=255 if alone else REGISTERS // (CTAS_PER_SM * THREADS),
+            max_shared_bytes=(227 if alone else 113) * 1024,
         )
         for shape, held in FORMS
+        for alone in (False, True)
+        # The fewest clusters are those of one row.
+        if not alone or shape[3] * (shape[1] // ROWS) <= ALONE
     ]
     kernels = [ExpertsDownKernel(*shape, held) for shape, held in FORMS]
     second = [
@@ -340,7 +346,9 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    _compiled(device.index, bank.variant_name("up", shape))(
+    clusters = bank.clusters(device.index, rows * top_k)
+    half = "up_alone" if clusters <= ALONE else "up"
+    _compiled(device.index, bank.variant_name(half, shape))(
         latent,
         bank.up.words,
         bank.up.scales,
@@ -349,7 +357,7 @@ def moe_experts(
         inner,
         beta,
         linear_beta,
-        bank.clusters(device.index, rows * top_k),
+        clusters,
         int(pdl),
     )
     _compiled(device.index, bank.variant_name("down", shape))(
