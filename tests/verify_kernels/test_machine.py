@@ -52,6 +52,12 @@ INTEGER = {
     "popc.b32 %r3, %r1;": lambda a, b: (a & LOW).bit_count(),
     "redux.sync.max.s32 %r3, %r1, -1;": lambda a, b: max(A.tolist()),
     "redux.sync.min.u32 %r3, %r1, -1;": lambda a, b: min(x & LOW for x in A.tolist()),
+    "prmt.b32 %r3, %r1, %r2, 0x7340;": lambda a, b: (
+        (a & 0xFF) | (b & 0xFF) << 8 | (a >> 24 & 0xFF) << 16 | b & 0xFF000000
+    ),
+    "prmt.b32 %r3, %r1, %r2, 0x4488;": lambda a, b: (
+        (0xFFFF if a & 0x80 else 0) | (b & 0xFF) * 0x01010000
+    ),
     "shl.b32 %r3, %r1, %r2;": lambda a, b: a << b if 0 <= b < 32 else 0,
     "shr.u32 %r3, %r1, %r2;": lambda a, b: (a & LOW) >> min(b & LOW, 32),
     "shr.s32 %r3, %r1, %r2;": lambda a, b: a >> min(b & LOW, 31),

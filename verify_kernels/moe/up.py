@@ -16,9 +16,10 @@ rows that chose it. Clusters of two take items in turn: CTA 0 has the rows of ga
                  other four
     a turn later SiTU, times w_p; one rounding to bf16
 
-Asynchronous copies and not loads into registers: those are waited for by six counters,
-each of which waits for all loads that it counts, so of fourteen under way five or so
-were (2.6 TB/s at any depth, H200, 2026-11-30).
+Asynchronous copies and not loads into registers: with two CTAs an SM there are none to
+spare, and loads are told apart by six counters (`skinny_gemm.wide_staged`). A column
+without a pair copies zeros from nowhere: eight times the only pair's row, by all CTAs,
+took longer than the weights.
 
 An expert with more than eight pairs is read again, from L2. A pair's bits depend on its
 row and expert alone: K is cut the same way for all. h lies in the order of
