@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -33,6 +33,8 @@ FOLLOWING = (
     ("moe_experts", "needs", "moe_route"),
 )
 SIDES = ("ours", "stock")
+#: Attributes of `Settings` that nobody sets.
+_FOUND = ("named", "left")
 Layout = Literal["snapshot", "fold"]
 #: How a request's recurrent states are kept (`dspark_k3.target.slots`).
 LAYOUTS = ("snapshot", "fold")
@@ -53,14 +55,19 @@ class Settings:
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
-            which of them a difference comes from; what is not named is ours. A stock
-            kda has a stock kda_core, a stock moe has stock parts, and a stock moe_route
-            a stock moe_experts.
+            which of them a difference comes from; what is not named is ours, but for
+            moe_route and moe_experts where they have no kernel (`without`). A stock kda
+            has a stock kda_core, a stock moe has stock parts, and a stock moe_route a
+            stock moe_experts.
         kda_layout: with ``target``, how KDA's states are kept while drafts are
             verified: "snapshot", vLLM's way, the state after each of 1 + drafts rows in
             a slot of its own; "fold", one slot a request, the state of what was
             accepted and the last step's rows. Without speculation both are one state.
         pdl: with ``target``, launch our kernels as programmatic dependents.
+        named: ops that ``ops`` sets to "ours", and what those need: they are never left
+            to vLLM.
+        left: ops that were left to vLLM, for we have no kernel for the deployment, and
+            why.
     """
 
     check_draft: bool = True
@@ -68,10 +75,27 @@ class Settings:
     ops: Mapping[str, Side] = field(default_factory=_defaults)
     kda_layout: Layout = "snapshot"
     pdl: bool = True
+    named: frozenset[str] = frozenset()
+    left: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def ours(self, op: str) -> bool:
         """Whether the sublayer is ours."""
         return self.ops[op] == "ours"
+
+    def without(self, reasons: Mapping[str, str]) -> Settings:
+        """These settings with some ops, and what follows them, left to vLLM.
+
+        Args:
+            reasons: why, by op.
+        """
+        left = {**self.left, **reasons}
+        for op, why, other in FOLLOWING:
+            if other in left and self.ours(op):
+                left.setdefault(op, f"it {why} {other}")
+        ops: dict[str, Side] = {**self.ops}
+        for op in left:
+            ops[op] = "stock"
+        return replace(self, ops=MappingProxyType(ops), left=MappingProxyType(left))
 
 
 def read(additional_config: Any) -> Settings:
@@ -82,7 +106,7 @@ def read(additional_config: Any) -> Settings:
     if not isinstance(additional_config, Mapping):
         return Settings()
     given = additional_config.get(KEY, {})
-    known = [setting.name for setting in fields(Settings)]
+    known = [each.name for each in fields(Settings) if each.name not in _FOUND]
     if not isinstance(given, Mapping):
         raise ValueError(
             f"additional_config[{KEY!r}]={given!r}: must be an object with keys among "
@@ -113,7 +137,7 @@ def read(additional_config: Any) -> Settings:
                 f"additional_config[{KEY!r}] sets {name} without target; add "
                 f'"target": true, or take {name} out'
             )
-    settings = Settings(**values)
+    settings = Settings(**values, named=_named(given.get("ops", {})))
     if settings.kda_layout == "fold" and not settings.ours("kda_core"):
         raise ValueError(
             f"additional_config[{KEY!r}] sets kda_layout to 'fold' and kda_core, which "
@@ -147,3 +171,21 @@ def _read_ops(given: Any) -> Mapping[str, Side]:
             )
         given = {**given, op: "stock"}
     return MappingProxyType({**_defaults(), **given})
+
+
+def _named(given: Mapping[str, Side]) -> frozenset[str]:
+    """The ops that are ours by name, with those that they need or are parts of."""
+    named = {op for op, side in given.items() if side == "ours"}
+    for op, _, other in reversed(FOLLOWING):
+        if op in named:
+            named.add(other)
+    return frozenset(named)
+
+
+def every_op(given: Mapping[str, str]) -> dict[str, Side]:
+    """``ops`` that name every op as it is with these: an engine that is measured runs
+    the ops that its figures are said to be of, or does not start.
+
+    Raises ValueError as `read` does.
+    """
+    return dict(_read_ops(given))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive verification under tensor parallelism: every rank trims by rank 0's numbers.
+"""What the ranks of a tensor-parallel group must decide alike.
+
+At start, which ops the loaded layers leave to vLLM (`of_all_ranks`, once); while
+serving, adaptive verification: every rank trims by rank 0's numbers.
 
 vLLM 0.33 decides a step's draft lengths on every rank by itself: the budget on the host
 from confidences of earlier steps, who gets it on the device from the last ones. Only
@@ -17,8 +20,9 @@ the same bits everywhere. One rank alone sends nothing.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
@@ -26,6 +30,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from dspark_k3.seams import UnsupportedEngine
 
 _ARGUMENTS = ("self", "confidence_probs", "input_batch")
+Found = TypeVar("Found")
 
 
 class AgreedVerificationManager(adaptive_verification.AdaptiveVerificationManager):
@@ -57,6 +62,19 @@ def from_rank_0(rows: Tensor) -> None:
         group.broadcast(rows, src=0)
     else:
         communicator.broadcast(rows, src=0)
+
+
+def of_all_ranks(own: Found) -> list[Found]:
+    """What each tensor-parallel rank passes, in their order, on every rank.
+
+    Through the host, by the group that vLLM has made for it (gloo), pickled: for the
+    start, not for steps. Every rank must call it.
+    """
+    group = get_tp_group()
+    found = [own] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found
 
 
 def agree_on_lengths() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from dspark_k3.settings import Settings
+from dspark_k3.settings import SIDES, Settings
 from dspark_k3.target import graphs
 from dspark_k3.target.counters import Reason, StepCounters
 from dspark_k3.target.fold import FoldAttention, KdaFold
@@ -202,14 +202,19 @@ def mixes(settings: Settings) -> Callable[..., Any]:
 
 
 def active(settings: Settings) -> str:
-    """The ops by side, for the log."""
-    sides: dict[str, list[str]] = {"ours": [], "stock": []}
-    for op, side in settings.ops.items():
-        sides[side].append(op)
+    """The ops by side, for the log; with the reason where one is left to vLLM."""
     listed: Sequence[str] = [
-        f"{side}: {', '.join(ops)}" for side, ops in sides.items() if ops
+        f"{side}: {', '.join(ops)}" for side in SIDES if (ops := _of(side, settings))
     ]
     return "; ".join(listed)
+
+
+def _of(side: str, settings: Settings) -> list[str]:
+    return [
+        f"{op} ({settings.left[op]})" if op in settings.left else op
+        for op in settings.ops
+        if settings.ops[op] == side
+    ]
 
 
 def _sublayer(

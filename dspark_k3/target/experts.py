@@ -38,27 +38,12 @@ class Experts:
     """
 
     def __init__(self, layer: Any, *, pdl: bool) -> None:
-        found = differences(layer)
-        if found:
+        if found := differences(layer):
             raise ValueError(
                 f"our experts' kernels do not stand for {type(layer).__name__}: "
                 f"{', '.join(found)}; {STOCK_EXPERTS}"
             )
-        try:
-            self._bank = ExpertBank.of_layer(
-                layer.w13_weight.data,
-                layer.w13_weight_scale.data,
-                layer.w2_weight.data,
-                layer.w2_weight_scale.data,
-                layer.hidden_size,
-                _rows(layer),
-                layer.intermediate_size_per_partition,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"our experts' kernels do not take the layer's weights: {error}; "
-                f"{STOCK_EXPERTS}"
-            ) from None
+        self._bank = _bank(layer)
         config = layer.moe_config
         self._betas = {
             "beta": config.activation_situ_beta,
@@ -91,8 +76,27 @@ def _rows(layer: Any) -> int:
     return held if rows is None else min(whole_blocks(rows), held)
 
 
+def _bank(layer: Any) -> ExpertBank:
+    """The layer's weights where they are; raises ValueError as `ExpertBank.of_layer`
+    does."""
+    return ExpertBank.of_layer(
+        layer.w13_weight.data,
+        layer.w13_weight_scale.data,
+        layer.w2_weight.data,
+        layer.w2_weight_scale.data,
+        layer.hidden_size,
+        _rows(layer),
+        layer.intermediate_size_per_partition,
+    )
+
+
 def differences(layer: Any) -> list[str]:
-    """What vLLM's layer does that our kernels do not; empty if nothing."""
+    """What vLLM's layer does that our kernels do not, and what keeps them from its
+    weights; empty if nothing.
+
+    Scales, and what rows are filled up with, are read from this rank's share: the one
+    thing here that ranks may find different (`dspark_k3.target.left`).
+    """
     kernels = getattr(layer.quant_method, "experts_cls", None)
     name = getattr(kernels, "__name__", str(kernels))
     activation = getattr(layer.activation, "value", layer.activation)
@@ -128,8 +132,13 @@ def differences(layer: Any) -> list[str]:
             + f", with {held} rows of gate",
         ),
     )
-    found = [words for right, words in checks if not right]
-    return found or _formats(layer)
+    found = [words for right, words in checks if not right] or _formats(layer)
+    if not found:
+        try:
+            _bank(layer)
+        except ValueError as error:
+            found = [str(error)]
+    return found
 
 
 def _formats(layer: Any) -> list[str]:

@@ -27,7 +27,8 @@ class K3ForCausalLM(KimiLinearForCausalLM):
 
     Raises:
         ValueError: the settings are wrong, or they ask for our executor and the
-            deployment is outside its scope; every failed condition is named.
+            deployment is outside its scope, or for an op that has no kernel; every
+            failed condition is named.
     """
 
     specialized_decode: Executor | None
@@ -37,7 +38,7 @@ class K3ForCausalLM(KimiLinearForCausalLM):
         if asked.target:
             from dspark_k3.target import scope
 
-            scope.require(vllm_config, asked)
+            asked = scope.require(vllm_config, asked)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._settings = asked
         if asked.target:
@@ -69,8 +70,12 @@ class K3ForCausalLM(KimiLinearForCausalLM):
         if not self._settings.target:
             super().build_specialized_decode()
             return
+        from dspark_k3.target import left
         from dspark_k3.target.executor import Executor, active
 
+        self._settings = left.settle(self.model.layers, self._settings)
+        if self._settings.left:
+            logger.warning("dspark-k3: %s", left.notice(self._settings))
         self.specialized_decode = Executor(self, self._settings)
         logger.info(
             "dspark-k3: K3 executor active in this worker: decode steps of up to 64 "
@@ -84,3 +89,14 @@ class K3ForCausalLM(KimiLinearForCausalLM):
         if not self._settings.target or self.specialized_decode is None:
             return {}
         return self.specialized_decode.counters.read()
+
+    def dspark_k3_ops(self) -> dict[str, str]:
+        """Sides of the ops as this worker runs them, with the reason where one was left
+        to vLLM; empty if the executor is not used."""
+        if not self._settings.target or self.specialized_decode is None:
+            return {}
+        left = self._settings.left
+        return {
+            op: f"{side}: {left[op]}" if op in left else side
+            for op, side in self._settings.ops.items()
+        }

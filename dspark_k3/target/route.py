@@ -77,6 +77,17 @@ class Route:
         return weights, ids
 
 
+def of_runner(runner: Any) -> list[str]:
+    """What keeps our kernel from routing for a MoE runner of vLLM's; empty if nothing.
+
+    What is read comes from the configuration: every rank finds the same.
+    """
+    method = runner.routed_experts.quant_method
+    if method.is_monolithic:
+        return [f"{type(method).__name__} chooses the experts itself"]
+    return differences(runner.router, method.topk_indices_dtype)
+
+
 def differences(router: Any, index_dtype: torch.dtype | None) -> list[str]:
     """What a router of vLLM's does that our kernel does not; empty if nothing."""
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which deployments the K3 executor serves; the others are refused before loading.
 
+An op that nobody named and that a deployment has no kernel for may be left to vLLM in
+place of a refusal, if its rule says so. What is only known of loaded layers is decided
+in `dspark_k3.target.left`.
+
 Free of vLLM: it reads the attributes of a ``VllmConfig`` and nothing else, so every
 rule can be tried without an engine.
 """
@@ -72,12 +76,14 @@ class Deployment:
 class Rule:
     """A condition: what holds when it fails, and what to do about it.
 
-    ``failed`` returns what was found, or None if the condition holds.
+    ``failed`` returns what was found, or None if the condition holds. Where it fails,
+    ``op`` is left to vLLM unless the settings name it.
     """
 
     name: str
     failed: Callable[[Deployment], str | None]
     change: str
+    op: str | None = None
 
 
 def _engine(d: Deployment) -> str | None:
@@ -416,8 +422,8 @@ RULES: tuple[Rule, ...] = (
         STOCK_CORE,
     ),
     Rule("a bounded KDA decay", _kda("gate_lower_bound", _negative), STOCK_CORE),
-    Rule("routing that the kernel has", _routing, STOCK_ROUTE),
-    Rule("experts that the kernels have", _experts, STOCK_EXPERTS),
+    Rule("routing that the kernel has", _routing, STOCK_ROUTE, "moe_route"),
+    Rule("experts that the kernels have", _experts, STOCK_EXPERTS, "moe_experts"),
     Rule(
         "convolution windows with channels last",
         _window_layout,
@@ -467,19 +473,39 @@ RULES: tuple[Rule, ...] = (
 
 
 def failures(deployment: Deployment) -> list[str]:
-    """Every failed condition: what it is, what was found, what to change."""
+    """Every failed condition that is refused: what it is, what was found, what to
+    change."""
     found = []
     for rule in RULES:
+        if _may_be_left(rule, deployment.settings):
+            continue
         if (what := rule.failed(deployment)) is not None:
             found.append(f"{rule.name}: found {what}; {rule.change}")
     return found
 
 
-def require(config: Any, settings: Settings) -> None:
-    """Refuse a deployment outside the scope.
+def left(deployment: Deployment) -> dict[str, str]:
+    """The ops that nobody named and this deployment has no kernel for, and why."""
+    found = {}
+    for rule in RULES:
+        if not _may_be_left(rule, deployment.settings):
+            continue
+        if (what := rule.failed(deployment)) is not None:
+            assert rule.op is not None
+            found[rule.op] = what
+    return found
+
+
+def _may_be_left(rule: Rule, settings: Settings) -> bool:
+    return rule.op is not None and rule.op not in settings.named
+
+
+def require(config: Any, settings: Settings) -> Settings:
+    """The settings with the ops that are left to vLLM (`left`) stock.
 
     Raises:
-        UnsupportedTarget: with every failed condition on a line of its own.
+        UnsupportedTarget: the deployment is outside the scope; with every failed
+            condition on a line of its own.
     """
     import torch
 
@@ -492,3 +518,4 @@ def require(config: Any, settings: Settings) -> None:
             'dspark-k3: additional_config asks for "target", and the K3 executor does '
             "not serve this deployment. It needs\n  " + "\n  ".join(found)
         )
+    return settings.without(left(deployment))

@@ -302,6 +302,7 @@ class Moe:
         experts._ensure_moe_quant_config_init()
         width = latent.shape[1]
         if experts.quant_method.is_monolithic:
+            assert self._route is None
             self._side.wait_for_mark()
             padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
             out = experts.forward_monolithic(

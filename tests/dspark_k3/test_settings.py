@@ -40,6 +40,66 @@ def test_an_op_and_what_follows_it_are_stock_and_the_others_ours(
         assert [op for op in settings.OPS if not read.ours(op)] == stock
 
 
+@pytest.mark.parametrize(
+    ("ops", "named"),
+    [
+        ({}, set()),
+        ({"moe_experts": "stock"}, set()),
+        ({"dense": "ours", "mla": "stock"}, {"dense"}),
+        ({"moe_route": "ours"}, {"moe_route", "moe"}),
+        ({"moe_experts": "ours"}, {"moe_experts", "moe_route", "moe"}),
+        ({"kda_core": "ours"}, {"kda_core", "kda"}),
+    ],
+)
+def test_an_op_that_is_named_names_what_it_needs(
+    ops: dict[str, str], named: set[str]
+) -> None:
+    read = settings.read({"dspark_k3": {"target": True, "ops": ops}})
+    assert read.named == named
+    assert not read.left
+
+
+@pytest.mark.parametrize(
+    ("reasons", "left"),
+    [
+        ({}, {}),
+        ({"moe_experts": "a"}, {"moe_experts": "a"}),
+        ({"moe_route": "b"}, {"moe_route": "b", "moe_experts": "it needs moe_route"}),
+        (
+            {"moe_route": "b", "moe_experts": "a"},
+            {"moe_route": "b", "moe_experts": "a"},
+        ),
+    ],
+)
+def test_what_is_left_to_vllm_is_stock_with_its_reason(
+    reasons: dict[str, str], left: dict[str, str]
+) -> None:
+    asked = settings.read({"dspark_k3": {"target": True, "ops": {"dense": "stock"}}})
+    found = asked.without(reasons)
+    assert found.left == left
+    stock = {op for op in settings.OPS if not found.ours(op)}
+    assert stock == {"dense", *left}
+    # Once more, when the layers are loaded.
+    assert found.without({"moe_experts": "c"}).left == left | {"moe_experts": "c"}
+    assert not asked.left and asked.ours("moe_route")
+
+
+def test_what_the_user_made_stock_is_not_left() -> None:
+    ops = {"moe_experts": "stock"}
+    asked = settings.read({"dspark_k3": {"target": True, "ops": ops}})
+    assert list(asked.without({"moe_route": "b"}).left) == ["moe_route"]
+
+
+@pytest.mark.parametrize("ops", [{}, {"moe_route": "stock"}, {"kda": "stock"}])
+def test_every_op_can_be_named(ops: dict[str, str]) -> None:
+    given = {"target": True, "ops": settings.every_op(ops)}
+    read = settings.read({"dspark_k3": given})
+    assert read.ops == settings.read({"dspark_k3": given | {"ops": ops}}).ops
+    assert read.named == {op for op in settings.OPS if read.ours(op)}
+    with pytest.raises(ValueError, match="unknown key 'mow'"):
+        settings.every_op({"mow": "ours"})
+
+
 def test_a_layout_is_read() -> None:
     for layout in settings.LAYOUTS:
         given = {"dspark_k3": {"target": True, "kda_layout": layout}}
@@ -51,6 +111,11 @@ def test_a_layout_is_read() -> None:
     ("given", "message"),
     [
         ({"chek_draft": True}, "unknown key 'chek_draft'; known keys: check_draft"),
+        (
+            {"named": ["moe"]},
+            "unknown key 'named'; known keys: check_draft, target, ops",
+        ),
+        ({"left": {}}, "unknown key 'left'; known keys: check_draft"),
         ({"check_draft": "no"}, r"\['check_draft'\]='no': must be true or false"),
         ({"target": 1}, r"\['target'\]=1: must be true or false"),
         ({"target": True, "ops": ["moe"]}, r"\['ops'\]=\['moe'\]: must be an object"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.verify_kernels.test_moe_experts import Weights, by_torch, experts_of
+from tests.verify_kernels.test_moe_experts import (
+    Weights,
+    by_torch,
+    experts_of,
+    filled,
+)
 from verify_kernels.moe import ExpertBank
 from verify_kernels.moe.reference import expert_plan
 from verify_kernels.moe.reference import route as reference_route
@@ -59,9 +65,11 @@ def form(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | changes)
 
 
-def layer(weights: Weights, **changes: Any) -> SimpleNamespace:
+def layer(
+    weights: Weights, bank: ExpertBank | None = None, **changes: Any
+) -> SimpleNamespace:
     """vLLM's layer of a small K3 after Humming has repacked its weights."""
-    bank = weights.bank()
+    bank = bank or weights.bank()
     attributes = {
         "w13_weight": nn.Parameter(bank.up.words.flatten(2), requires_grad=False),
         "w13_weight_scale": nn.Parameter(bank.up.scales, requires_grad=False),
@@ -190,8 +198,23 @@ def test_moe_runs_the_experts_that_our_routing_chose(
 def test_another_layer_is_refused(change: dict[str, Any], words: str) -> None:
     weights = experts_of(SHAPE, 3)
     assert experts.differences(layer(weights)) == []
+    (found,) = experts.differences(layer(weights, **change))[:1]
+    assert re.search(words.split(", w2 is")[0], found)
     with pytest.raises(ValueError, match=rf'{words}.*; set "ops": {{"moe_experts": "s'):
         experts.Experts(layer(weights, **change), pdl=True)
+
+
+def test_the_share_of_tiny_k3_at_tp_2_has_a_kernel() -> None:
+    """64 rows of gate, which vLLM fills up to 256."""
+    weights = experts_of(SHAPE, 3)
+    held = {"intermediate_size_per_partition": 256}
+    given = layer(weights, filled(weights, 256), **held)
+    assert experts.differences(given) == []
+    bank = experts.Experts(given, pdl=True)._bank
+    assert (bank.inner, bank.held) == (INNER, 256) and bank.takes(SHAPE)
+    # The rows past those are not zeros on this rank.
+    (found,) = experts.differences(layer(weights, filled(weights, 256, 1), **held))
+    assert "of 256 rows of gate those from 64 on are not all 0" in found
 
 
 def test_vllms_layer_has_what_is_read() -> None:

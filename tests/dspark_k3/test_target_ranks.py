@@ -159,26 +159,32 @@ def test_a_moe_layers_shards_sum_before_the_norm(ranks: Ranks) -> None:
     assert ranks.sent == [(ROWS, 12), (ROWS, HIDDEN)]
 
 
-def of_degree(config: dict[str, Any], tp: int, *stock: str) -> list[str]:
-    """What is refused of a model with this config.json at a degree, some ops stock."""
-    asked = {"target": True, "ops": dict.fromkeys(stock, "stock")}
-    return scope.failures(
-        deployment(
-            ("model_config.hf_text_config", SimpleNamespace(**config)),
-            ("parallel_config.tensor_parallel_size", tp),
-            settings=settings.read({"dspark_k3": asked}),
-        )
+def at_degree(config: dict[str, Any], tp: int, **ops: str) -> scope.Deployment:
+    """A model with this config.json at a degree, some ops named."""
+    asked = {"target": True, "ops": ops}
+    return deployment(
+        ("model_config.hf_text_config", SimpleNamespace(**config)),
+        ("parallel_config.tensor_parallel_size", tp),
+        settings=settings.read({"dspark_k3": asked}),
     )
 
 
-@pytest.mark.parametrize(
-    ("tp", "stock"), [*((tp, ()) for tp in (1, 2, 4, 8, 16)), (32, ("moe_experts",))]
-)
-def test_every_degree_that_divides_k3s_heads_is_served(
-    tp: int, stock: tuple[str, ...]
-) -> None:
+def of_degree(config: dict[str, Any], tp: int, **ops: str) -> list[str]:
+    """What is refused of it."""
+    return scope.failures(at_degree(config, tp, **ops))
+
+
+def left_at(config: dict[str, Any], tp: int) -> list[str]:
+    """What is left to vLLM if nothing is named."""
+    return list(scope.left(at_degree(config, tp)))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
+def test_every_degree_that_divides_k3s_heads_is_served(tp: int) -> None:
     config = k3_shapes.target_config(k3_shapes.K3_LAYERS)
-    assert of_degree(config, tp, *stock) == []
+    assert of_degree(config, tp) == []
+    assert left_at(config, tp) == (["moe_experts"] if tp == 32 else [])
+    assert bool(of_degree(config, tp, moe_experts="ours")) is (tp == 32)
 
 
 @pytest.mark.parametrize("tp", [5, 7, 10, 64])
@@ -189,20 +195,23 @@ def test_degrees_that_do_not_are_refused(tp: int) -> None:
 
 def test_degrees_without_kernels_name_what_lacks_one() -> None:
     config = k3_shapes.target_config(k3_shapes.K3_LAYERS)
-    (found,) = of_degree(config, 3, "moe_experts")
+    (found,) = of_degree(config, 3)
     assert "a kernel for every projection" in found and "K =" in found
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_tiny_k3_has_two_heads(tp: int) -> None:
     config = json.loads((TINY / "config.json").read_text())
-    assert bool(of_degree(config, tp, "moe_experts")) is (tp > 2)
-    assert bool(of_degree(config, tp)) is (tp > 1)
+    assert bool(of_degree(config, tp, moe_experts="ours")) is (tp > 2)
+    assert bool(of_degree(config, tp)) is (tp > 2)
+    if tp <= 2:
+        assert left_at(config, tp) == []
 
 
 def test_a_ranks_share_as_a_model_is_served_as_the_rank_is() -> None:
     """The profiles of one rank's share run the kernels that the rank runs."""
+    whole = k3_shapes.target_config(k3_shapes.K3_LAYERS)
     for tp in k3_shapes.SHARES:
-        stock = ("moe_experts",) if tp == 32 else ()
         config = k3_shapes.target_config(k3_shapes.K3_LAYERS, tp)
-        assert of_degree(config, 1, *stock) == []
+        assert of_degree(config, 1) == []
+        assert left_at(config, 1) == left_at(whole, tp)

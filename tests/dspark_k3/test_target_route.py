@@ -104,6 +104,19 @@ def test_another_router_is_refused(change: dict[str, Any], words: str) -> None:
         route.Route(router(), torch.int64, pdl=True)
 
 
+def test_experts_that_choose_themselves_leave_nothing_to_route() -> None:
+    """As FlashInfer's do, which take the logits."""
+    method = SimpleNamespace(is_monolithic=False, topk_indices_dtype=torch.int64)
+    runner = SimpleNamespace(
+        router=router(), routed_experts=SimpleNamespace(quant_method=method)
+    )
+    assert route.of_runner(runner) == ["its ids are torch.int64"]
+    method.topk_indices_dtype = None
+    assert route.of_runner(runner) == []
+    method.is_monolithic = True
+    assert route.of_runner(runner) == ["SimpleNamespace chooses the experts itself"]
+
+
 def test_vllms_router_for_k3_is_one_that_ours_stands_for() -> None:
     """The attributes that are read are those of vLLM's classes."""
     from vllm.model_executor.layers.fused_moe.router import (

