@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dspark_k3 import settings
 from experiments import k3_shapes
 from experiments.gpu_engine import ranks
 from experiments.gpu_engine.fleet import EngineSpec
@@ -46,7 +47,8 @@ class Plan:
     ``layers``, ``tp``, ``block_size``: `experiments.k3_shapes`. ``k``: drafts. ``gpu``,
     ``wall``, ``trace``, ``experts``: steps of each kind. ``trace_dir``: for the traces.
     ``ranks``: the whole model on ``tp`` GPUs, not one rank's share on one. ``ops``: of
-    our target, beside its defaults (`dspark_k3.settings`).
+    our target, beside its defaults (`dspark_k3.settings`); all are named, so that what
+    has no kernel is an error and not measured as ours.
     """
 
     target: str
@@ -132,10 +134,8 @@ def spec(plan: Plan, models: Path) -> EngineSpec:
         "seed": 0,
     }
     if plan.target == "ours":
-        ours: dict[str, Any] = {"target": True}
-        if plan.ops:
-            ours["ops"] = dict(plan.ops)
-        engine["additional_config"] = {"dspark_k3": ours}
+        ours = {"target": True, "ops": settings.every_op(plan.ops)}
+        engine["additional_config"] = {settings.KEY: ours}
     if drafted:
         drafter = k3_shapes.write(
             k3_shapes.drafter_config(plan.layers, plan.share), models / f"draft-{stem}"

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm.models.kimi_k3")
 
-from dspark_k3 import settings
 from dspark_k3.target import scope, sublayers
 from experiments import k3_shapes
 from tests.dspark_k3.test_target_executor import (
@@ -31,7 +30,7 @@ from tests.dspark_k3.test_target_executor import (
     product,
     weight,
 )
-from tests.dspark_k3.test_target_scope import deployment
+from tests.dspark_k3.test_target_scope import at_degree
 
 TINY = Path(__file__).resolve().parents[2] / "experiments" / "tiny" / "k3-target"
 ROWS = 5
@@ -157,16 +156,6 @@ def test_a_moe_layers_shards_sum_before_the_norm(ranks: Ranks) -> None:
     assert torch.equal(found[0], found[1])
     close(found[0], wanted)
     assert ranks.sent == [(ROWS, 12), (ROWS, HIDDEN)]
-
-
-def at_degree(config: dict[str, Any], tp: int, **ops: str) -> scope.Deployment:
-    """A model with this config.json at a degree, some ops named."""
-    asked = {"target": True, "ops": ops}
-    return deployment(
-        ("model_config.hf_text_config", SimpleNamespace(**config)),
-        ("parallel_config.tensor_parallel_size", tp),
-        settings=settings.read({"dspark_k3": asked}),
-    )
 
 
 def of_degree(config: dict[str, Any], tp: int, **ops: str) -> list[str]:

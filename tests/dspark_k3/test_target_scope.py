@@ -121,6 +121,15 @@ def asking(**ops: str) -> settings.Settings:
     return settings.read({"dspark_k3": {"target": True, "ops": ops}})
 
 
+def at_degree(config: dict[str, Any], tp: int, **ops: str) -> scope.Deployment:
+    """A model with this config.json at a degree, some ops named."""
+    return deployment(
+        (TEXT, SimpleNamespace(**config)),
+        ("parallel_config.tensor_parallel_size", tp),
+        settings=asking(**ops),
+    )
+
+
 TEXT = "model_config.hf_text_config"
 REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
     ("the engine", [], {"engine": seams.Engine("vllm", "0.34.0")}, "vllm 0.34.0"),

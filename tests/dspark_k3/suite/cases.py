@@ -45,7 +45,8 @@ class Case:
         eager: without CUDA graphs.
         stock: every op of the executor is vLLM's, and so are the slots.
         layout: of KDA's states.
-        ops: of our target, beside its defaults.
+        ops: of our target, beside its defaults; all are named, so that what has no
+            kernel is an error and not recorded as ours.
         asked: our target is asked for at all.
         engine: further arguments of vLLM's LLM.
         options: of `jobs.job`.
@@ -93,8 +94,7 @@ def spec(case: Case) -> EngineSpec:
         else:
             if case.layout != "snapshot":
                 ours["kda_layout"] = case.layout
-            if case.ops:
-                ours["ops"] = dict(case.ops)
+            ours["ops"] = settings.every_op(case.ops)
         engine["additional_config"] = {settings.KEY: ours}
     if case.k:
         engine["speculative_config"] = {

@@ -325,14 +325,16 @@ def test_specs_say_what_the_cases_say() -> None:
     speculative = spec.engine["speculative_config"]
     assert speculative["num_speculative_tokens"] == 5
     assert speculative["enable_adaptive_verification"] is True
-    assert spec.engine["additional_config"] == {"dspark_k3": {"target": True}}
+    every = dict.fromkeys(settings.OPS, "ours")
+    ours = spec.engine["additional_config"]["dspark_k3"]
+    assert ours == {"target": True, "ops": every}
     assert cases.spec(by_name["fixed-eager-k5"]).engine["enforce_eager"] is True
     stock = cases.spec(by_name["fixed-graph-k5"].as_stock())
     asked = settings.read(stock.engine["additional_config"])
     assert asked.target and not any(asked.ours(op) for op in settings.OPS)
     folded = replace(by_name["fixed-graph-k5"], layout="fold")
     asked = settings.read(cases.spec(folded).engine["additional_config"])
-    assert asked == settings.Settings(target=True, kda_layout="fold")
+    assert asked.kda_layout == "fold" and asked.named == set(settings.OPS)
     asked = settings.read(cases.spec(folded.as_stock()).engine["additional_config"])
     assert asked.kda_layout == "snapshot"
     given = replace(by_name["fixed-graph-k5"], ops={"moe_experts": "stock"})

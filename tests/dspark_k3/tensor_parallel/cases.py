@@ -40,8 +40,6 @@ JUDGED = (
     *(f"{of}-L4-ranks2-k{k}" for of in measure.TARGETS for k in (0, 7)),
 )
 DRIFT = 1e-2
-#: vLLM fills a rank's 64 rows of gate up to 256, for which our experts have no kernel.
-OPS = {"moe_experts": "stock"}
 #: Of a group of one width, what grows with the number of ranks.
 _GROWING = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _GROWING_MOE = ("moe_intermediate_size",)
@@ -160,7 +158,7 @@ def spec(case: Case, tp: int, of: Models) -> EngineSpec:
     each time, and vLLM's prompt path is not the same for every company (H200, TP 2: up
     to 2 of 30 texts left plain decoding's at a logit gap of 0).
     """
-    made = cases.spec(replace(case, ops=OPS))
+    made = cases.spec(case)
     group = 1 if case.name.startswith("tp1-") else tp
     engine = made.engine | {
         "model": str(of.target),

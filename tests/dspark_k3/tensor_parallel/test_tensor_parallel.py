@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from dspark_k3 import settings
+from dspark_k3.target import scope
 from experiments import corpora, results
 from experiments.gpu_engine import fleet, measure, ranks
 from experiments.gpu_engine.fleet import EngineSpec
 from tests.dspark_k3.suite import cases as suite_cases
 from tests.dspark_k3.tensor_parallel import __main__ as command
 from tests.dspark_k3.tensor_parallel import cases, jobs, run, verdict, watch
+from tests.dspark_k3.test_target_scope import at_degree
 from tests.experiments import fake_gpu
 
 TEXT = functools.cache(corpora.held_out_bytes)
@@ -57,6 +60,20 @@ def test_every_even_degree_has_a_small_model(tp: int, tmp_path: Path) -> None:
         # Taps and widths that the two share.
         target, drafter = config(found.target), config(found.drafter)
         assert drafter["target_hidden_size"] == target["hidden_size"]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8, 16])
+def test_every_engine_of_ours_runs_every_op(tp: int, tmp_path: Path) -> None:
+    """Where an op has no kernel they do not start: all are named. vLLM fills a rank's
+    64 rows of gate up to 256."""
+    models = cases.models(tp, tmp_path)
+    target = config(models.target)
+    assert target["moe_intermediate_size"] // tp == 64
+    for case in cases.small_cases(models.trained):
+        asked = settings.read(cases.spec(case, tp, models).engine["additional_config"])
+        assert asked.named == set(settings.OPS)
+        degree = 1 if case.name == "tp1-plain" else tp
+        assert scope.failures(at_degree(target, degree, **asked.ops)) == []
 
 
 def test_an_odd_degree_is_refused() -> None:
