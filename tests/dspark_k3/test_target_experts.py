@@ -198,8 +198,8 @@ def test_moe_runs_the_experts_that_our_routing_chose(
 def test_another_layer_is_refused(change: dict[str, Any], words: str) -> None:
     weights = experts_of(SHAPE, 3)
     assert experts.differences(layer(weights)) == []
-    (found,) = experts.differences(layer(weights, **change))[:1]
-    assert re.search(words.split(", w2 is")[0], found)
+    found = experts.differences(layer(weights, **change))
+    assert re.search(words, ", ".join(found))
     with pytest.raises(ValueError, match=rf'{words}.*; set "ops": {{"moe_experts": "s'):
         experts.Experts(layer(weights, **change), pdl=True)
 
