@@ -149,15 +149,25 @@ def routes() -> None:
 
 def experts() -> None:
     """A small shape: clusters without work, more than eight pairs of an expert, columns
-    without one. The check raises AssertionError."""
-    shape = expert_tests.SHAPES[-1]
-    weights = expert_tests.experts_of(shape)
-    bank = expert_tests.moved(weights.bank(), "cuda")
-    for rows, spread in ((1, None), (33, 8)):
+    without one. And K3's at TP 16: more items than clusters, an expert twice in a row.
+    The checks raise AssertionError."""
+    small, large = ((128, 64, 16, 4), 64), ((3584, 192, 896, 16), 192)
+    for (shape, held), rows, spread in (
+        (small, 1, None),
+        (small, 33, 8),
+        (large, 9, None),
+    ):
+        count = min(shape[2], 64)
+        weights = expert_tests.experts_of((*shape[:2], count, 0), 0, "cuda")
+        bank = expert_tests.some_experts(shape, held, 0, count)
         ids, shares = expert_tests.choice(shape, rows, rows, spread)
+        ids[0, 2] = ids[0, 0]
         latent = expert_tests.latent_rows(shape, rows, rows).cuda()
-        expert_tests.result(
+        found = expert_tests.result(
             expert_tests.on_gpu, shape, bank, latent, ids, shares.cuda(), "cuda"
+        )
+        expert_tests.check_errors(
+            found.cuda(), latent, ids.cuda() % count, shares.cuda(), weights
         )
 
 

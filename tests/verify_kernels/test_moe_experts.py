@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,15 @@ from torch import Tensor
 from experiments.bench.neighbours import neighbours
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.dense.reference import situ
-from verify_kernels.moe import ExpertBank, ExpertPlan, moe_experts, reference
-from verify_kernels.moe.experts import SHAPES, Shape
+from verify_kernels.moe import (
+    ExpertBank,
+    ExpertPlan,
+    moe_experts,
+    moe_route,
+    reference,
+)
+from verify_kernels.moe.experts import FORMS, SHAPES, Shape, variants, words_shape
+from verify_kernels.moe.layout import Blocks
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
 
 #: Latent rows, weights of the choice, plan, bank, inner, out -> nothing.
@@ -207,6 +215,31 @@ def arguments() -> dict[str, Any]:
     }
 
 
+def test_few_items_have_sms_alone() -> None:
+    """Only as many as the GPU has pairs of SMs, and only where that is compiled."""
+
+    def blocks(experts: int, rows: int, columns: int) -> Blocks:
+        words = torch.empty(
+            words_shape(experts, rows, columns), dtype=torch.int32, device="meta"
+        )
+        _, steps, across, _ = words.shape
+        scales = words.new_empty(experts, steps // 2, 64 * across, dtype=torch.uint8)
+        return Blocks(words, scales)
+
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    names = {variant.name for variant in variants()}
+    for shape, held in FORMS:
+        latent, inner, experts, top_k = shape
+        up = blocks(experts, 2 * held, latent)
+        bank = ExpertBank(up, blocks(experts, latent, held), latent, inner, held)
+        for sms, rows in itertools.product((40, 78, 132, 148), range(1, 65)):
+            half, clusters = bank.first_half(sms, rows * top_k)
+            items = rows * top_k * (inner // 64)
+            assert clusters == min(items, sms)
+            assert (half == "up_alone") == (items <= min(66, sms // 2))
+            assert bank.variant_name(half, shape) in names
+
+
 def test_no_rows_and_no_device() -> None:
     call = arguments()
     empty = call | {"latent": call["latent"][:0], "shares": call["shares"][:0]}
@@ -229,7 +262,10 @@ def test_no_rows_and_no_device() -> None:
             {"latent": torch.zeros(3, 136).bfloat16()[:, 1:129]},
             "latent has strides .* start at a multiple of 16 bytes",
         ),
-        ({"shares": torch.zeros(3, 2)}, "2 of 16 experts of 128 x 64: no kernel"),
+        (
+            {"shares": torch.zeros(3, 2)},
+            "2 of 16 experts of 128 x 64, 64 rows of gate held: no kernel",
+        ),
         ({"shares": torch.zeros(2, 4)}, r"shares is torch.float32 \(2, 4\)"),
         ({"inner": torch.zeros(256, 64)}, r"inner is torch.float32 \(256, 64\)"),
         (
@@ -256,30 +292,43 @@ def test_bad_input_is_refused(change: dict[str, Any], words: str) -> None:
         moe_experts(**arguments() | change)
 
 
-def some_experts(shape: Shape, seed: int, count: int = 64) -> ExpertBank:
+def some_experts(
+    shape: Shape, held: int, seed: int, count: int = 64, device: str = "cuda"
+) -> ExpertBank:
     """A bank on the GPU whose first ``count`` experts differ and then come again: a
     checkpoint of this size would take minutes to draw and pack."""
     latent, inner, experts, _ = shape
-    weights = experts_of((latent, inner, min(count, experts), 0), seed, "cuda")
-    times = -(-experts // min(count, experts))
-    bank: ExpertBank = changed(
-        weights.bank(), lambda x: x.repeat(times, *[1] * (x.dim() - 1))[:experts]
+    count = min(count, experts)
+    weights = experts_of((latent, inner, count, 0), seed, device)
+    bank = weights.bank() if held == inner else filled(weights, held)
+    times = -(-experts // count)
+    repeated: ExpertBank = changed(
+        bank, lambda x: x.repeat(times, *[1] * (x.dim() - 1))[:experts]
     )
-    return bank
+    return repeated
 
 
-#: Two of K3's and two tiny ones.
-GPU_SHAPES = pytest.mark.parametrize(
-    "shape", [s for s in SHAPES if s[1] in (192, 384) or s[2] == 16], ids=str
-)
+def test_some_experts_have_the_form_asked_for() -> None:
+    for shape, held in FORMS:
+        if shape[2] == 16:
+            bank = some_experts(shape, held, 0, 6, "cpu")
+            assert (bank.latent, bank.inner, bank.experts) == shape[:3]
+            assert bank.held == held and bank.takes(shape)
+            assert torch.equal(bank.up.words[:4], bank.up.words[12:])
+
+
+def gpu_forms(most: int) -> Any:
+    """Forms with I up to ``most``."""
+    forms = [form for form in FORMS if form[0][1] <= most]
+    return pytest.mark.parametrize(("shape", "held"), forms, ids=str)
 
 
 @pytest.mark.gpu
-@GPU_SHAPES
-def test_against_torch(shape: Shape) -> None:
+@gpu_forms(3072)
+def test_against_torch(shape: Shape, held: int) -> None:
     count = min(64, shape[2])
     small = experts_of((*shape[:2], count, 0), 5, "cuda")
-    bank = some_experts(shape, 5)
+    bank = some_experts(shape, held, 5)
     for rows, spread in ((1, None), (2, None), (5, 20), (8, None), (9, 20), (64, None)):
         spread = None if spread is None or spread > shape[2] else spread
         ids, shares = choice(shape, rows, rows, spread)
@@ -289,10 +338,10 @@ def test_against_torch(shape: Shape) -> None:
 
 
 @pytest.mark.gpu
-@GPU_SHAPES
-def test_rows_do_not_depend_on_batch_mates(shape: Shape) -> None:
+@gpu_forms(384)
+def test_rows_do_not_depend_on_batch_mates(shape: Shape, held: int) -> None:
     """Field case F40: each row alone and the first M of 64 for every M, bit for bit."""
-    bank = some_experts(shape, 6)
+    bank = some_experts(shape, held, 6)
     ids, shares = choice(shape, 64, 6, min(shape[2], 40))
     latent, shares = latent_rows(shape, 64, 6).cuda(), shares.cuda()
 
@@ -309,9 +358,11 @@ def test_rows_do_not_depend_on_batch_mates(shape: Shape) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@GPU_SHAPES
-def test_a_thousand_repeats_with_another_stream_busy(shape: Shape, pdl: bool) -> None:
-    bank = some_experts(shape, 7)
+@gpu_forms(384)
+def test_a_thousand_repeats_with_another_stream_busy(
+    shape: Shape, held: int, pdl: bool
+) -> None:
+    bank = some_experts(shape, held, 7)
     latent = latent_rows(shape, 64, 7).cuda()
     inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)
@@ -334,3 +385,35 @@ def test_a_thousand_repeats_with_another_stream_busy(shape: Shape, pdl: bool) ->
             moe_experts(live[:m], shares, plan, bank, inner, out[:m], pdl=pdl)
             wrong += (out[:m] != wanted).sum()
     assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+def test_programmatic_neighbours_wait_for_each_other() -> None:
+    """Routing, experts, routing, experts of other rows through the same workspace, all
+    launched programmatically with nothing of torch's between."""
+    shape, held = (3584, 192, 896, 16), 192
+    bank = some_experts(shape, held, 8)
+    inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
+    bias = torch.zeros(shape[2], device="cuda")
+    g = torch.Generator().manual_seed(8)
+    steps = []
+    for m in (8, 1, 33, 4):
+        logits = torch.randn(m, shape[2], generator=g).cuda()
+        plan = ExpertPlan.allocate(shape[2], shape[3], "cuda")
+        shares, ids = moe_route(logits, bias, shape[3], plan, pdl=False)
+        latent = latent_rows(shape, m, m).cuda()
+        wanted = moe_experts(latent, shares, plan, bank, inner, pdl=False)
+        steps.append((logits, plan, shares, ids, latent, wanted))
+    rounds = 250
+    found = [
+        wanted.new_full((rounds, *wanted.shape), torch.nan) for *_, wanted in steps
+    ]
+    torch.cuda.synchronize()
+    for i in range(rounds):
+        for (logits, plan, shares, ids, latent, _), out in zip(
+            steps, found, strict=True
+        ):
+            moe_route(logits, bias, shape[3], plan, shares, ids)
+            moe_experts(latent, shares, plan, bank, inner, out[i])
+    for (*_, wanted), out in zip(steps, found, strict=True):
+        assert (out == wanted).all()

@@ -17,17 +17,20 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from tests.verify_kernels import test_moe_experts as tests
 from tests.verify_kernels.machine import GlobalMemory, kernels, launch, tensor_argument
+from tests.verify_kernels.machine.memory import Fault
 from verify_kernels.common.variant import Variant
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
 from verify_kernels.moe import ExpertBank, ExpertPlan, down, experts, up
 from verify_kernels.moe.experts import Shape
 
-#: One or two tiles of K for each of eight warps, or none; K3's cut of K over the warps;
-#: several steps of I.
+#: A block along K for each of eight warps; K3's cut of K over the warps, and one of
+#: five groups a warp; several steps of I; more experts than the second half's threads.
 TINY = (128, 128, 16, 4)
 WIDE = (3584, 64, 16, 4)
+ODD = (1280, 64, 16, 4)
 STEPS = (128, 384, 16, 4)
 SMALL = (128, 64, 16, 4)
+MANY = (128, 64, 896, 16)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Half:
 
 
 HALVES = (
-    Half(up.ExpertsUpKernel, experts._up_arguments, lambda latent, rows: (6, 1, 1)),
+    Half(
+        lambda latent, inner, _, *form: up.ExpertsUpKernel(latent, inner, *form),
+        experts._up_arguments,
+        lambda latent, rows: (6, 1, 1),
+    ),
     Half(
         down.ExpertsDownKernel,
         experts._down_arguments,
@@ -109,7 +116,14 @@ def run(
 
 @pytest.mark.parametrize(
     ("shape", "rows", "spread"),
-    [(TINY, 1, None), (TINY, 9, 5), (TINY, 33, 8), (WIDE, 2, None), (STEPS, 3, None)],
+    [
+        (TINY, 1, None),
+        (TINY, 9, 5),
+        (TINY, 33, 8),
+        (WIDE, 2, None),
+        (ODD, 2, None),
+        (STEPS, 3, None),
+    ],
     ids=str,
 )
 def test_rows_are_right(shape: Shape, rows: int, spread: int | None) -> None:
@@ -180,3 +194,51 @@ def test_a_row_may_have_an_expert_twice(shape: Shape) -> None:
     tests.check_errors(found, latent, ids, shares, weights)
     alone = tests.result(one, shape, bank, latent[2:3], ids[2:3], shares[2:3])
     assert torch.equal(alone, found[2:3])
+
+
+def test_more_experts_than_threads() -> None:
+    """The second half finds its experts in two rounds; some rows are the same, and one
+    has an expert eight times."""
+    weights = tests.experts_of(MANY, 4)
+    ids, shares = tests.choice(MANY, 24, 4)
+    ids[7:9] = ids[6]
+    ids[10, 3:11] = ids[10, 2]
+    assert len(ids.unique()) > down.ExpertsDownKernel(*MANY, 64).threads
+    latent = tests.latent_rows(MANY, 24, 4)
+    one = functools.partial(run, MANY)
+    found = tests.result(one, MANY, weights.bank(), latent, ids, shares)
+    tests.check_errors(found, latent, ids, shares, weights)
+
+
+def test_rows_without_any_expert_are_zero() -> None:
+    weights = tests.experts_of(SMALL, 5)
+    ids, shares = tests.choice(SMALL, 9, 5)
+    latent = tests.latent_rows(SMALL, 9, 5)
+    one = functools.partial(run, SMALL)
+    ids = torch.full_like(ids, -1)
+    assert not tests.result(one, SMALL, weights.bank(), latent, ids, shares).any()
+
+
+def test_a_place_is_asked_for_when_its_products_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under some schedule a copy comes too early without the tie (`after`)."""
+    weights = tests.experts_of(WIDE, 6)
+    ids, shares = tests.choice(WIDE, 2, 6)
+    latent = tests.latent_rows(WIDE, 2, 6)
+
+    def fault(seed: int) -> bool:
+        one = functools.partial(run, WIDE, seed=seed)
+        try:
+            tests.result(one, WIDE, weights.bank(), latent, ids, shares)
+        except Fault:
+            return True
+        return False
+
+    assert not fault(1)
+    compiled.cache_clear()
+    monkeypatch.setattr(up, "after", lambda acc, zero: zero)
+    try:
+        assert any(fault(seed) for seed in (1, 0, 2))
+    finally:
+        compiled.cache_clear()

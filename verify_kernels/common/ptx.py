@@ -139,23 +139,21 @@ def load_global_128(address, offset=0, *, loc=None, ip=None):
     return _load("global", 4, Int32, Int64(address), offset, loc, ip)
 
 
-def _load_if(space, address, live, offset, old, loc, ip, count=4):
+def _load_if(space, address, live, offset, old, loc, ip):
     i32 = T.i32()
-    places = ",".join(f"${i}" for i in range(count))
-    kind, places = (f"v{count}.b32", f"{{{places}}}") if count > 1 else ("b32", places)
     out = asm(
-        llvm.StructType.get_literal([i32] * count) if count > 1 else i32,
+        llvm.StructType.get_literal([i32] * 4),
         [v.ir_value(loc=loc, ip=ip) for v in (address, live, *old)],
-        f"{{.reg .pred p; setp.ne.s32 p, ${count + 1}, 0; "
-        f"@p ld.{space}.{kind} {places}, [${count}+{offset}];}}",
-        f"{'=r,' * count}{'l' if isinstance(address, Int64) else 'r'},r"
-        + "".join(f",{i}" for i in range(count) if old),
+        "{.reg .pred p; setp.ne.s32 p, $5, 0; "
+        f"@p ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];}}",
+        f"=r,=r,=r,=r,{'l' if isinstance(address, Int64) else 'r'},r"
+        + "".join(f",{i}" for i in range(4) if old),
         effects=True,
         clobber=True,
         loc=loc,
         ip=ip,
     )
-    return _values(out, count, i32, Int32, loc, ip) if count > 1 else (Int32(out),)
+    return _values(out, 4, i32, Int32, loc, ip)
 
 
 @dsl_user_op
@@ -170,20 +168,6 @@ def load_global_128_if(address, live, offset=0, old=(), hint="", *, loc=None, ip
     load stays ahead of ``griddepcontrol.wait`` (SASS). Clobber.
     """
     return _load_if(f"global{hint}", Int64(address), Int32(live), offset, old, loc, ip)
-
-
-@dsl_user_op
-def load_global_64_if(address, live, offset=0, old=(), hint="", *, loc=None, ip=None):
-    """8 bytes, two Int32; else as `load_global_128_if`. Clobber."""
-    space = f"global{hint}"
-    return _load_if(space, Int64(address), Int32(live), offset, old, loc, ip, 2)
-
-
-@dsl_user_op
-def load_global_32_if(address, live, offset=0, old=(), hint="", *, loc=None, ip=None):
-    """4 bytes, one Int32; else as `load_global_128_if`. Clobber."""
-    space = f"global{hint}"
-    return _load_if(space, Int64(address), Int32(live), offset, old, loc, ip, 1)
 
 
 @dsl_user_op

@@ -53,7 +53,7 @@ CTAS = 2
 #: Parts of the experts in a CTA, and in all.
 OWN_PARTS = 4
 PARTS = CTAS * OWN_PARTS
-#: Between the sums of two rows, in floats: lanes of a store meet few banks twice.
+#: Between the sums of two rows, in floats: lanes of a store meet all banks.
 PITCH = ROWS + 4
 #: Columns of a row that one CTA finishes.
 HALF = ROWS // CTAS
@@ -68,7 +68,7 @@ SLOT_BYTES = SCALES_AT + ROWS
 
 
 class ExpertsDownKernel:
-    """For any number of rows.
+    """For up to 64 rows.
 
     Args:
         latent: L, rows of the second matrix, a multiple of 64.

@@ -43,7 +43,7 @@ FORMS = (
 REGISTERS = 65536
 #: CTAs of the first half that an SM holds.
 CTAS_PER_SM = 2
-#: Clusters of it that have SMs alone: of the smaller Hopper and Blackwell GPUs.
+#: Items up to which its CTAs may have SMs alone, if a GPU has so many pairs of SMs.
 ALONE = 66
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in FORMS))
 Shape = tuple[int, int, int, int]
@@ -141,7 +141,7 @@ class ExpertBank:
             if bool(self.up.words[:, :, start:end].any()):
                 raise ValueError(
                     f"of {self.held} rows of gate those from {self.inner} on are not "
-                    "all 0, nor are those of up"
+                    "all 0, or those of up"
                 )
 
     def takes(self, shape: Shape) -> bool:
@@ -153,11 +153,13 @@ class ExpertBank:
         from."""
         return _name(half, shape, self.held)
 
-    def clusters(self, device: int, pairs: int) -> int:
-        """Of the first half: as many as fit a GPU, or have work if no two of ``pairs``
-        share an expert."""
-        fit = CTAS_PER_SM * multiprocessors(device) // 2
-        return min(fit, pairs * (self.inner // ROWS))
+    def first_half(self, sms: int, pairs: int) -> tuple[str, int]:
+        """Which kernel, and its clusters: as many as fit a GPU, or have work if no two
+        of ``pairs`` share an expert."""
+        items = pairs * (self.inner // ROWS)
+        if items <= min(ALONE, sms // 2):
+            return "up_alone", items
+        return "up", min(items, CTAS_PER_SM * sms // 2)
 
 
 def words_shape(experts: int, rows: int, columns: int) -> tuple[int, ...]:
@@ -231,14 +233,14 @@ def variants() -> list[Variant]:
         Variant(
             op="moe",
             name=_name("up_alone" if alone else "up", shape, held),
-            kernel=ExpertsUpKernel(*shape, held, alone=alone),
+            kernel=ExpertsUpKernel(*shape[:2], shape[3], held, alone=alone),
             arguments=functools.partial(_up_arguments, *shape, held),
             max_registers=255 if alone else REGISTERS // (CTAS_PER_SM * THREADS),
             max_shared_bytes=(227 if alone else 113) * 1024,
         )
         for shape, held in FORMS
         for alone in (False, True)
-        # The fewest clusters are those of one row.
+        # The fewest items are those of one row.
         if not alone or shape[3] * (shape[1] // ROWS) <= ALONE
     ]
     kernels = [ExpertsDownKernel(*shape, held) for shape, held in FORMS]
@@ -286,7 +288,8 @@ def moe_experts(
     Args:
         latent: bf16 [M, L], M = 0 .. 64; rows may lie apart, at multiples of 16 bytes.
         shares: fp32 [M, K], the weights that `moe_route` gave.
-        plan: of the same rows. Rows without an expert give 0.
+        plan: of the same rows, filled by `moe_route`: what it says is not checked.
+            Rows without an expert give 0.
         bank: static.
         inner: bf16 [64 K, I], workspace; its rows are those of the pairs.
         out: bf16 [M, L], rows may lie apart, or None to allocate it. No output may
@@ -317,8 +320,9 @@ def moe_experts(
     shape = (bank.latent, bank.inner, bank.experts, top_k)
     if not bank.takes(shape):
         raise ValueError(
-            f"{top_k} of {bank.experts} experts of {bank.latent} x {bank.inner}: no "
-            "kernel is compiled for them; SHAPES lists those that are, and "
+            f"{top_k} of {bank.experts} experts of {bank.latent} x {bank.inner}, "
+            f"{bank.held} rows of gate held: no kernel is compiled for them; FORMS in "
+            "verify_kernels.moe.experts lists those that are, and "
             "verify_kernels.moe.reference computes others"
         )
     if out is None:
@@ -346,8 +350,7 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    clusters = bank.clusters(device.index, rows * top_k)
-    half = "up_alone" if clusters <= ALONE else "up"
+    half, clusters = bank.first_half(multiprocessors(device.index), rows * top_k)
     _compiled(device.index, bank.variant_name(half, shape))(
         latent,
         bank.up.words,

@@ -83,6 +83,11 @@ class Blocks:
                 f"the layer's weight is {weight.dtype} {tuple(weight.shape)}; Humming "
                 "holds MXFP4 for bf16 activations as contiguous int32 [E, K / 16, 2 N]"
             )
+        if not scale.is_contiguous():
+            raise ValueError(
+                f"the layer's scales have strides {scale.stride()}; Humming holds them "
+                "contiguous, [E, K / 32, N]"
+            )
         return cls(weight.unflatten(2, (-1, 128)), scale.view(torch.uint8))
 
 

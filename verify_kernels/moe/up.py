@@ -72,6 +72,8 @@ INBOX = 4 * ROWS * PAIRS // 2
 SENDERS = PAIRS // 2
 #: Bytes that a lane copies at once.
 CHUNK = 16
+#: Of a pair's row along a block.
+CHUNKS_OF_BLOCK = 2 * COLUMNS // CHUNK
 #: Of a pair's row in a group, and of a group in shared memory: weights, rows, scales.
 ROW_BYTES = 2 * COLUMNS * STEPS_OF_GROUP
 TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
@@ -85,7 +87,6 @@ class ExpertsUpKernel:
     Args:
         latent: L, columns of the input, a multiple of 256 up to 3584, or 128.
         inner: I, rows of gate and of up, a multiple of 64.
-        experts: E, experts that there are.
         top_k: K, a power of two.
         held: rows of each that the layer has, I and then zeros, a multiple of 64.
         alone: one CTA has an SM, for steps whose items are not more than that. Where
@@ -112,7 +113,6 @@ class ExpertsUpKernel:
         self,
         latent: int,
         inner: int,
-        experts: int,
         top_k: int,
         held: int,
         *,
@@ -124,10 +124,13 @@ class ExpertsUpKernel:
         self.steps = latent // COLUMNS // WARPS
         self.blocks_of_group = min(STEPS_OF_GROUP, self.steps)
         self.groups = self.steps // self.blocks_of_group
-        #: Groups that there is room for, half of a warp's: of two CTAs' 7 KB a warp
-        #: memory needs half under way. A later group is asked for while the one behind
-        #: that which was there is multiplied, or if there is room for one alone, then.
-        self.ring = max(self.groups // 2, 1)
+        #: Groups that there is room for: of K3's fourteen seven, 7 KB of weights a
+        #: warp, half of which has to be under way. They divide all groups, so that each
+        #: has the same place in every turn. A place is asked for anew one group later,
+        #: or if it is the only one, at once.
+        self.ring = max(
+            n for n in range(1, max(self.groups // 2, 1) + 1) if self.groups % n == 0
+        )
         self.lag = min(self.ring - 1, 1)
         self.blocks = inner // ROWS
         #: Where up begins.
@@ -205,10 +208,10 @@ class ExpertsUpKernel:
     ):
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
-        size, _, _ = cute.arch.grid_dim()
+        ctas, _, _ = cute.arch.grid_dim()
         rank = number & 1
         first = number >> 1
-        step = size >> 1
+        step = ctas >> 1
         lane = cute.arch.lane_idx()
         warp = thread >> 5
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
@@ -340,7 +343,7 @@ class ExpertsUpKernel:
             )  # fmt: skip
         own = live
         if cutlass.const_expr(self.blocks_of_group < STEPS_OF_GROUP):
-            own = live & Int32((lane & 3) < STEPS_OF_GROUP)
+            own = live & Int32((lane & 3) < CHUNKS_OF_BLOCK)
         # Chunks change places, so that the rows of a matrix meet all banks.
         g = lane >> 2
         token = to + ROW_BYTES * g + CHUNK * ((lane & 3) ^ ((g >> 1) & 3))
@@ -369,7 +372,7 @@ class ExpertsUpKernel:
             ptx.wait_copies(self.ring - 1 - self.lag)
             cute.arch.sync_warp()
             tokens = ptx.load_matrices(
-                token, place + TOKENS_AT, 2 * self.blocks_of_group
+                token, place + TOKENS_AT, CHUNKS_OF_BLOCK * self.blocks_of_group
             )
             factors = read_factors(to, place + SCALES_AT, lane)
             blocks = [
