@@ -38,12 +38,13 @@ class Experts:
     """
 
     def __init__(self, layer: Any, *, pdl: bool) -> None:
-        if found := differences(layer):
+        bank = _bank(layer)
+        if not isinstance(bank, ExpertBank):
             raise ValueError(
                 f"our experts' kernels do not stand for {type(layer).__name__}: "
-                f"{', '.join(found)}; {STOCK_EXPERTS}"
+                f"{', '.join(bank)}; {STOCK_EXPERTS}"
             )
-        self._bank = _bank(layer)
+        self._bank = bank
         config = layer.moe_config
         self._betas = {
             "beta": config.activation_situ_beta,
@@ -76,20 +77,6 @@ def _rows(layer: Any) -> int:
     return held if rows is None else min(whole_blocks(rows), held)
 
 
-def _bank(layer: Any) -> ExpertBank:
-    """The layer's weights where they are; raises ValueError as `ExpertBank.of_layer`
-    does."""
-    return ExpertBank.of_layer(
-        layer.w13_weight.data,
-        layer.w13_weight_scale.data,
-        layer.w2_weight.data,
-        layer.w2_weight_scale.data,
-        layer.hidden_size,
-        _rows(layer),
-        layer.intermediate_size_per_partition,
-    )
-
-
 def differences(layer: Any) -> list[str]:
     """What vLLM's layer does that our kernels do not, and what keeps them from its
     weights; empty if nothing.
@@ -97,6 +84,31 @@ def differences(layer: Any) -> list[str]:
     Scales, and what rows are filled up with, are read from this rank's share: the one
     thing here that ranks may find different (`dspark_k3.target.left`).
     """
+    bank = _bank(layer)
+    return [] if isinstance(bank, ExpertBank) else bank
+
+
+def _bank(layer: Any) -> ExpertBank | list[str]:
+    """The layer's weights where they are, or `differences`: all of them are read for
+    it."""
+    if found := _configured(layer):
+        return found
+    try:
+        return ExpertBank.of_layer(
+            layer.w13_weight.data,
+            layer.w13_weight_scale.data,
+            layer.w2_weight.data,
+            layer.w2_weight_scale.data,
+            layer.hidden_size,
+            _rows(layer),
+            layer.intermediate_size_per_partition,
+        )
+    except ValueError as error:
+        return [str(error)]
+
+
+def _configured(layer: Any) -> list[str]:
+    """What can be told from how the layer is configured."""
     kernels = getattr(layer.quant_method, "experts_cls", None)
     name = getattr(kernels, "__name__", str(kernels))
     activation = getattr(layer.activation, "value", layer.activation)
@@ -132,13 +144,7 @@ def differences(layer: Any) -> list[str]:
             + f", with {held} rows of gate",
         ),
     )
-    found = [words for right, words in checks if not right] or _formats(layer)
-    if not found:
-        try:
-            _bank(layer)
-        except ValueError as error:
-            found = [str(error)]
-    return found
+    return [words for right, words in checks if not right] or _formats(layer)
 
 
 def _formats(layer: Any) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.dspark_k3 import gloo_ranks
 from tests.dspark_k3.tensor_parallel.watch import Drift
 
 REQUESTS, DRAFTS, STEPS, SIZE = 8, 7, 60, 1e-2
@@ -87,22 +88,12 @@ def decide(manager: Any, rank: int) -> list[Any]:
 
 def main(rank: int, world: int, store: str, agree: bool) -> list[Any]:
     """What this rank decided."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
     from dspark_k3.target import agreement
 
     without_cuda(adaptive_verification)
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(
-            world_size=world,
-            rank=rank,
-            distributed_init_method=f"file://{store}",
-            local_rank=rank,
-            backend="gloo",
-        )
-        parallel_state.initialize_model_parallel(world)
+    gloo_ranks.join(rank, world, store)
     agreement.agree_on_lengths()
     manager = adaptive_verification.AdaptiveVerificationManager(
         request_states(),

@@ -11,24 +11,16 @@ import json
 import sys
 
 from dspark_k3.target.left import Found
+from tests.dspark_k3 import gloo_ranks
 
 
 def main(rank: int, world: int, store: str) -> list[Found]:
     """What every rank found, as this one knows it."""
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
     from dspark_k3.target import agreement
 
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(
-            world_size=world,
-            rank=rank,
-            distributed_init_method=f"file://{store}",
-            local_rank=rank,
-            backend="gloo",
-        )
-        parallel_state.initialize_model_parallel(world)
+    gloo_ranks.join(rank, world, store)
     own: Found = {}
     if rank == world - 1:
         own = {"moe_experts": {"a scale byte is 129": 3}}

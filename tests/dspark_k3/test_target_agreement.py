@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,38 +14,15 @@ pytest.importorskip("vllm")
 import torch
 
 from dspark_k3.seams import UnsupportedEngine
+from tests.dspark_k3 import gloo_ranks
 from tests.dspark_k3.tensor_parallel import watch
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def decisions(folder: Path, agree: bool, world: int = 2) -> list[Any]:
+def decisions(folder: Path, agree: bool) -> list[Any]:
     """What each rank decided, as `agreeing_ranks` says."""
-    command = [sys.executable, "-m", "tests.dspark_k3.agreeing_ranks"]
-    store = str(folder / f"store-{agree}")
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), store, str(int(agree))],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                # vLLM's CPU group shares memory where these are equal; gloo here.
-                "VLLM_DIST_IDENT": f"{folder.name}-{rank}",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    found = []
-    for rank in ranks:
-        said, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors[-2000:]
-        found.append(json.loads(said.splitlines()[-1]))
-    return found
+    return gloo_ranks.run(
+        "tests.dspark_k3.agreeing_ranks", folder / f"store-{agree}", str(int(agree))
+    )
 
 
 def test_ranks_decide_the_same_from_rank_0s_confidences(tmp_path: Path) -> None:

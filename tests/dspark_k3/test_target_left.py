@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +17,11 @@ import torch
 
 from dspark_k3 import settings
 from dspark_k3.target import agreement, executor, left, model, scope
+from tests.dspark_k3 import gloo_ranks
 from tests.dspark_k3.test_target_experts import SHAPE, layer
 from tests.dspark_k3.test_target_route import router
 from tests.verify_kernels.test_moe_experts import experts_of
 
-ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = experts_of(SHAPE, 3)
 #: Changes of a layer, and what is found then.
 SCALE = {"w2_weight_scale": torch.full((16, 4, 256), 129, dtype=torch.uint8)}
@@ -147,29 +143,7 @@ def test_a_rank_leaves_what_another_rank_has_no_kernel_for(
 
 def test_ranks_tell_each_other_over_gloo(tmp_path: Path) -> None:
     """In processes of their own, by vLLM's group."""
-    command = [sys.executable, "-m", "tests.dspark_k3.telling_ranks"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                # vLLM's CPU group shares memory where these are equal; gloo here.
-                "VLLM_DIST_IDENT": f"{tmp_path.name}-{rank}",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = []
-    for process in started:
-        said, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-2000:]
-        told.append(json.loads(said.splitlines()[-1]))
+    told = gloo_ranks.run("tests.dspark_k3.telling_ranks", tmp_path / "store")
     assert told == [[{}, {"moe_experts": {"a scale byte is 129": 3}}]] * 2
 
 
