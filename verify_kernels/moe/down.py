@@ -31,8 +31,14 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
+    CHUNK,
     PAIRS,
+    PITCH,
+    ROW_BYTES,
+    SCALES_AT,
+    SLOT_BYTES,
     TILES,
+    TOKENS_AT,
     after,
     product,
     put,
@@ -53,18 +59,10 @@ CTAS = 2
 #: Parts of the experts in a CTA, and in all.
 OWN_PARTS = 4
 PARTS = CTAS * OWN_PARTS
-#: Between the sums of two rows, in floats: lanes of a store meet all banks.
-PITCH = ROWS + 4
 #: Columns of a row that one CTA finishes.
 HALF = ROWS // CTAS
-#: Of h that a lane reads for a step: eight numbers.
-READ_BYTES = 16
 #: Steps that a warp has room for; all but one are under way.
 RING = 3
-#: A step in shared memory: weights, h, scales.
-TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
-SCALES_AT = TOKENS_AT + 32 * READ_BYTES
-SLOT_BYTES = SCALES_AT + ROWS
 
 
 class ExpertsDownKernel:
@@ -190,11 +188,11 @@ class ExpertsDownKernel:
         part = warp // self.sharing
         first_group = (warp - self.sharing * part) * self.steps
         before, own = self.deal(base, used, lane, rank * OWN_PARTS + part)
-        at = words.iterator.toint() + BLOCK_BYTES * group + READ_BYTES * lane
+        at = words.iterator.toint() + BLOCK_BYTES * group + CHUNK * lane
         at = at + STEPS_OF_GROUP * self.step_bytes * first_group
-        scales_at = scales.iterator.toint() + ROWS * group + READ_BYTES * lane
+        scales_at = scales.iterator.toint() + ROWS * group + CHUNK * lane
         scales_at = scales_at + self.rows * first_group
-        source = x.iterator.toint() + 2 * GROUP * first_group + READ_BYTES * (lane & 3)
+        source = x.iterator.toint() + ROW_BYTES * first_group + CHUNK * (lane & 3)
         # 0, which the compiler does not know.
         zero = used >> 31
         self.multiply(
@@ -305,7 +303,7 @@ class ExpertsDownKernel:
             ptx.wait_copies(RING - 2)
             cute.arch.sync_warp()
             factors = read_factors(slot, SCALES_AT, lane)
-            loaded = ptx.load_shared_128(slot + READ_BYTES * lane, TOKENS_AT)
+            loaded = ptx.load_shared_128(slot + CHUNK * lane, TOKENS_AT)
             for i in cutlass.range_constexpr(4):
                 tokens[i] = loaded[i]
             # The step before has been multiplied when its sums are there.
@@ -356,17 +354,17 @@ class ExpertsDownKernel:
         expert = word(base + self.list_at + 4 * index)
         group = expert * self.expert_groups + step % self.steps
         words_at = at + Int64(STEPS_OF_GROUP * self.step_bytes) * group
-        mine = to + READ_BYTES * lane
+        mine = to + CHUNK * lane
         for b in cutlass.range_constexpr(STEPS_OF_GROUP):
             ptx.copy_async_128_if(
                 mine, words_at, live, BLOCK_BYTES * b, self.step_bytes * b
             )
         pair = word(base + self.table_at + 4 * (PAIRS * index + (lane >> 2)))
         row = self.row_of(source, pair, step)
-        size = cutlass.select_(pair >= 0, Int32(READ_BYTES), Int32(0))
+        size = cutlass.select_(pair >= 0, Int32(CHUNK), Int32(0))
         ptx.copy_async_128_if(mine, row, live, TOKENS_AT, size=size)
         exponents_at = scales_at + Int64(self.rows) * group
-        live = live & Int32(lane < ROWS // READ_BYTES)
+        live = live & Int32(lane < ROWS // CHUNK)
         ptx.copy_async_128_if(mine, exponents_at, live, SCALES_AT)
         ptx.commit_copies()
 
@@ -389,7 +387,7 @@ class ExpertsDownKernel:
     def row_of(self, source, pair, step):
         """Where this lane's part of a pair's h of a step begins."""
         at = source + Int64(2 * self.inner) * cutlass.max(pair, Int32(0))
-        return at + 2 * GROUP * (step % self.steps)
+        return at + ROW_BYTES * (step % self.steps)
 
     def total(self, base, token, quad):
         """The warps' sums of four columns of a row, in order."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +62,6 @@ class ExpertBank:
     Raises:
         ValueError: these do not belong together.
     """
-
-    SHAPES: ClassVar[tuple[Shape, ...]] = SHAPES
 
     up: Blocks
     down: Blocks

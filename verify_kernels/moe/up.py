@@ -39,8 +39,14 @@ from cutlass import Float32, Int32, Int64
 
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
+    CHUNK,
     PAIRS,
+    PITCH,
+    ROW_BYTES,
+    SCALES_AT,
+    SLOT_BYTES,
     TILES,
+    TOKENS_AT,
     after,
     no_sums,
     product,
@@ -63,22 +69,14 @@ WARPS = 8
 THREADS = 32 * WARPS
 #: Dynamic shared memory of which an SM has no two.
 HALF_SHARED = 116 * 1024
-#: Rows of the sums of a pair: lanes of a store, and quads of a load, meet all banks.
-PITCH = ROWS + 4
+#: Of a warp's sums.
 AREA = 4 * PAIRS * PITCH
 #: Of a place for what the other CTA sends.
 INBOX = 4 * ROWS * PAIRS // 2
 #: Warps that send.
 SENDERS = PAIRS // 2
-#: Bytes that a lane copies at once.
-CHUNK = 16
 #: Of a pair's row along a block.
 CHUNKS_OF_BLOCK = 2 * COLUMNS // CHUNK
-#: Of a pair's row in a group, and of a group in shared memory: weights, rows, scales.
-ROW_BYTES = 2 * COLUMNS * STEPS_OF_GROUP
-TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
-SCALES_AT = TOKENS_AT + PAIRS * ROW_BYTES
-SLOT_BYTES = SCALES_AT + ROWS
 
 
 class ExpertsUpKernel:
