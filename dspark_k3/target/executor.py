@@ -35,6 +35,7 @@ from dspark_k3.target.counters import Reason, StepCounters
 from dspark_k3.target.fold import FoldAttention, KdaFold
 from dspark_k3.target.kda import KdaVerify, serves
 from dspark_k3.target.sublayers import (
+    Delta,
     Dense,
     Head,
     Kda,
@@ -44,6 +45,7 @@ from dspark_k3.target.sublayers import (
     Stock,
     StockMix,
     Sublayer,
+    whole,
 )
 from verify_kernels.batch import MAX_ROWS
 
@@ -178,14 +180,14 @@ class Executor:
         taps = self._backbone.aux_hidden_state_layers
         tapped = [prefix.clone()] if 0 in taps else []
         blocks = prefix.new_empty(prefix.shape[0], self._blocks, prefix.shape[1])
-        delta: Tensor | None = None
+        delta: Delta | None = None
         for layer in self._layers:
             hidden = layer.before_attention(prefix, delta, blocks)
             delta = layer.attention(hidden, step)
             hidden = layer.before_mlp(prefix, delta, blocks)
             delta = layer.mlp(hidden, step)
             if layer.index + 1 in taps:
-                tapped.append(prefix + delta)
+                tapped.append(prefix + whole(delta))
         hidden = self._last(prefix, delta, blocks)
         return (hidden, tapped) if tapped else hidden
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chosen experts by our two launches, from the weights of vLLM's Humming layer.
+"""The chosen experts by our launches, from the weights of vLLM's Humming layer.
 
 Prompts stay with Humming, so its repacked weights are the only copy.
 """
@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from dspark_k3.target.scope import STOCK_EXPERTS
-from verify_kernels.batch import MAX_ROWS
-from verify_kernels.moe import ExpertBank, ExpertPlan, moe_experts
+from verify_kernels.moe import (
+    ExpertBank,
+    ExpertPlan,
+    ExpertWorkspace,
+    moe_experts,
+)
 from verify_kernels.moe.experts import FORMS
 from verify_kernels.moe.layout import whole_blocks
 
@@ -30,6 +34,7 @@ class Experts:
 
     Args:
         layer: vLLM's ``RoutedExperts``, its weights loaded and repacked.
+        norm: vLLM's RMSNorm of the sum, where the rank's sum is the whole one; or None.
         pdl: launch as programmatic dependents.
 
     Raises:
@@ -37,7 +42,7 @@ class Experts:
             way.
     """
 
-    def __init__(self, layer: Any, *, pdl: bool) -> None:
+    def __init__(self, layer: Any, norm: Any = None, *, pdl: bool) -> None:
         bank = _bank(layer)
         if not isinstance(bank, ExpertBank):
             raise ValueError(
@@ -46,27 +51,34 @@ class Experts:
             )
         self._bank = bank
         config = layer.moe_config
-        self._betas = {
+        self._keywords: dict[str, Any] = {
             "beta": config.activation_situ_beta,
             "linear_beta": config.activation_situ_linear_beta,
+            "pdl": pdl,
         }
-        self._inner = _workspace(
-            layer.w13_weight.device, MAX_ROWS * layer.top_k, self._bank.inner
+        if norm is not None:
+            self._keywords |= {
+                "norm_weight": norm.weight.data,
+                "norm_eps": norm.variance_epsilon,
+            }
+        self._space = _workspace(
+            bank.latent, bank.inner, layer.top_k, layer.w13_weight.device
         )
-        self._pdl = pdl
 
     def __call__(self, latent: Tensor, shares: Tensor, plan: ExpertPlan) -> Tensor:
         """The weighted sum bf16 [M, L] of latent rows bf16 [M, L], given our routing's
-        shares fp32 [M, K] and plan."""
+        shares fp32 [M, K] and plan; with its norm, if there is one."""
         return moe_experts(
-            latent, shares, plan, self._bank, self._inner, pdl=self._pdl, **self._betas
+            latent, shares, plan, self._bank, self._space, **self._keywords
         )
 
 
 @functools.cache
-def _workspace(device: torch.device, pairs: int, inner: int) -> Tensor:
+def _workspace(
+    latent: int, inner: int, top_k: int, device: torch.device
+) -> ExpertWorkspace:
     """Of all layers: they run one after the other."""
-    return torch.empty(pairs, inner, dtype=torch.bfloat16, device=device)
+    return ExpertWorkspace.allocate(latent, inner, top_k, device)
 
 
 def _rows(layer: Any) -> int:

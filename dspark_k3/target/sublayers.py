@@ -3,8 +3,9 @@
 
 Every one takes bf16 rows [M, hidden], M = 1 .. 64, and returns new rows of that shape.
 They read vLLM's modules and change none, so vLLM's forward stays what it is for the
-steps that are left to it. Attention writes the rows of live requests only, so it gets
-rows that begin as zeros: what pads a graph is finite.
+steps that are left to it. The new rows may come in two, whose sum they are (`Delta`).
+Attention writes the rows of live requests only, so it gets rows that begin as zeros:
+what pads a graph is finite.
 
 A sublayer that is not ours, by the settings' ``ops``, is the module's own forward
 (`Stock`). A sharded sublayer ends in vLLM's all-reduce.
@@ -13,7 +14,7 @@ A sublayer that is not ours, by the settings' ``ops``, is the module's own forwa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,19 @@ from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.skinny_gemm import SkinnyGemm
 
+#: What a sublayer adds to the prefix: rows, or two whose sum in bf16 that is.
+Delta: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+def whole(delta: Delta) -> Tensor:
+    """Its rows."""
+    return delta if isinstance(delta, Tensor) else delta[0] + delta[1]
+
 
 class Sublayer(Protocol):
     """Attention or MLP of one layer."""
 
-    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor: ...
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Delta: ...
 
 
 class Gemm:
@@ -99,9 +108,14 @@ class Mix:
             "pdl": pdl,
         }
 
-    def __call__(self, prefix: Tensor, delta: Tensor | None, blocks: Tensor) -> Tensor:
+    def __call__(self, prefix: Tensor, delta: Delta | None, blocks: Tensor) -> Tensor:
         """Hidden rows; ``prefix`` and ``blocks`` are updated in place."""
-        return attn_res(prefix, delta, blocks, *self._weights, **self._keywords)
+        extra = None
+        if isinstance(delta, tuple):
+            delta, extra = delta
+        return attn_res(
+            prefix, delta, blocks, *self._weights, extra=extra, **self._keywords
+        )
 
 
 class StockMix:
@@ -124,12 +138,13 @@ class StockMix:
         self._keywords = shared | {"block_write_idx": num_blocks if write else -1}
         self._restart = restart
 
-    def __call__(self, prefix: Tensor, delta: Tensor | None, blocks: Tensor) -> Tensor:
+    def __call__(self, prefix: Tensor, delta: Delta | None, blocks: Tensor) -> Tensor:
+        rows = None if delta is None else whole(delta)
         if self._restart:
-            assert delta is not None
-            prefix.copy_(delta)
-            delta = None
-        return self._launch(prefix, delta, blocks, *self._weights, **self._keywords)
+            assert rows is not None
+            prefix.copy_(rows)
+            rows = None
+        return self._launch(prefix, rows, blocks, *self._weights, **self._keywords)
 
 
 class Stock:
@@ -235,7 +250,8 @@ class Moe:
     """Latent MoE: our projections, and around vLLM's or our routed experts our routing.
 
     Router and routing run on the main stream; the latent down-projection and then the
-    shared expert beside them on vLLM's side stream: routing leaves the memory idle.
+    shared expert beside them on vLLM's side stream: routing leaves the memory idle. The
+    mix that follows adds the routed and the shared experts' rows.
 
     Args:
         route: the routing is ours, not vLLM's.
@@ -271,9 +287,13 @@ class Moe:
             self._route = Route(runner.router, index_dtype, pdl=pdl)
         self._experts: Experts | None = None
         if experts:
-            self._experts = Experts(runner.routed_experts, pdl=pdl)
+            # Over several ranks the sum is a part, and the norm comes after theirs.
+            norm = None
+            if get_tensor_model_parallel_world_size() == 1:
+                norm, self._norm = self._norm, None
+            self._experts = Experts(runner.routed_experts, norm, pdl=pdl)
 
-    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Delta:
         self._side.begin()
         logits = self._router(hidden)
         with self._side:
@@ -285,7 +305,7 @@ class Moe:
         routed = over_ranks(routed)
         if self._norm is not None:
             routed = self._norm(routed)
-        return self._up(routed).add_(over_ranks(shared))
+        return self._up(routed), over_ranks(shared)
 
     def _routed(self, latent: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum of this rank's shares of the chosen experts, [M, latent].

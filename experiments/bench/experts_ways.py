@@ -11,19 +11,20 @@ from torch import Tensor
 from experiments.bench.candidate import OURS, Mode, reason
 from experiments.bench.experts_data import Step, Weights
 from experiments.bench.ways import Run, Way, Ways
-from verify_kernels.batch import MAX_ROWS
-from verify_kernels.moe import ExpertBank, ExpertPlan
+from verify_kernels.moe import ExpertBank, ExpertPlan, ExpertWorkspace
 
 #: What is timed: the experts, ids and shares being there, or routing before them.
 EXPERTS, ROUTED = "experts", "route+experts"
 PARTS = (EXPERTS, ROUTED)
 
 
-def _workspace(step: Step, inner: int) -> tuple[Tensor, Tensor]:
-    """Of the pairs' h, and of the result; full of NaN."""
-    device = step.latent.device
-    pairs = torch.full((MAX_ROWS * step.shape.top_k, inner), torch.nan, device=device)
-    return pairs.bfloat16(), torch.full_like(step.latent, torch.nan)
+def _workspace(step: Step, inner: int) -> tuple[ExpertWorkspace, Tensor]:
+    """Between the launches, and of the result; full of NaN."""
+    shape, device = step.shape, step.latent.device
+    space = ExpertWorkspace.allocate(shape.latent, inner, shape.top_k, device)
+    for tensor in (space.inner, space.sums):
+        tensor.fill_(torch.nan)
+    return space, torch.full_like(step.latent, torch.nan)
 
 
 def ours(weights: Weights, modes: Sequence[Mode]) -> Ways[Step]:
@@ -42,7 +43,7 @@ def ways_of(
 
     def alone(pdl: bool) -> Callable[[Step], Run]:
         def make(step: Step) -> Run:
-            inner, out = _workspace(step, bank.inner)
+            space, out = _workspace(step, bank.inner)
             plans = [step.plan(copy) for copy in range(step.copies)]
 
             def run(copy: int) -> Tensor:
@@ -51,7 +52,7 @@ def ways_of(
                     step.shares[copy],
                     plans[copy],
                     bank,
-                    inner,
+                    space,
                     out,
                     pdl=pdl,
                 )
@@ -62,7 +63,7 @@ def ways_of(
 
     def routed(pdl: bool) -> Callable[[Step], Run]:
         def make(step: Step) -> Run:
-            inner, out = _workspace(step, bank.inner)
+            space, out = _workspace(step, bank.inner)
             shape, device = step.shape, step.latent.device
             plan = ExpertPlan.allocate(shape.experts, shape.top_k, device)
             shares = torch.full_like(step.shares[0], torch.nan)
@@ -78,7 +79,7 @@ def ways_of(
                     ids,
                     pdl=pdl,
                 )
-                return moe_experts(step.latent, shares, plan, bank, inner, out, pdl=pdl)
+                return moe_experts(step.latent, shares, plan, bank, space, out, pdl=pdl)
 
             return run
 

@@ -18,7 +18,8 @@ from tests.verify_kernels.test_moe_experts import (
     experts_of,
     filled,
 )
-from verify_kernels.moe import ExpertBank
+from verify_kernels.common.checks import check_all
+from verify_kernels.moe import ExpertBank, ExpertWorkspace
 from verify_kernels.moe.reference import expert_plan
 from verify_kernels.moe.reference import route as reference_route
 
@@ -94,9 +95,21 @@ def layer(
     return SimpleNamespace(**attributes | changes)
 
 
+class Norm:
+    """Stands for vLLM's RMSNorm."""
+
+    weight = nn.Parameter(torch.ones(LATENT).bfloat16(), requires_grad=False)
+    variance_epsilon = 1e-6
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return 2 * rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_moe_runs_the_experts_that_our_routing_chose(
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And norms their sum with them where it is not a rank's part."""
     weights = experts_of(SHAPE, 3)
     given = layer(weights)
     chosen: list[Tensor] = []
@@ -118,25 +131,37 @@ def test_moe_runs_the_experts_that_our_routing_chose(
         return shares.copy_(own), ids.copy_(found)
 
     def moe_experts(
-        latent: Tensor, shares: Tensor, plan: Any, bank: ExpertBank, inner: Tensor,
-        **keywords: Any,
+        latent: Tensor, shares: Tensor, plan: Any, bank: ExpertBank,
+        space: ExpertWorkspace, *, norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0, **keywords: Any,
     ) -> Tensor:  # fmt: skip
         assert keywords == {"pdl": True, "beta": 4.0, "linear_beta": 25.0}
-        assert inner.shape == (64 * TOP_K, INNER) and inner.dtype == torch.bfloat16
+        assert (norm_weight is None) == (ranks == 2)
+        check_all(space.arguments(bank, TOP_K), latent.device, "latent")
         # Nothing was copied.
         assert bank.up.words.data_ptr() == given.w13_weight.data_ptr()
         assert bank.down.scales.data_ptr() == given.w2_weight_scale.data_ptr()
         made = expert_plan(chosen[-1], EXPERTS, 64)
         for tensor, value in zip(vars(plan).values(), made, strict=True):
             assert torch.equal(tensor, value)
-        out = by_torch(latent, chosen[-1], shares, weights, torch.float32)
-        return out.bfloat16()
+        out = by_torch(latent, chosen[-1], shares, weights, torch.float32).bfloat16()
+        if norm_weight is None:
+            return out
+        assert norm_weight.data_ptr() == Norm.weight.data_ptr() and norm_eps == 1e-6
+        return 2 * out
 
     monkeypatch.setattr(route, "moe_route", moe_route)
     monkeypatch.setattr(experts, "moe_experts", moe_experts)
+    world = "get_tensor_model_parallel_world_size"
+    monkeypatch.setattr(sublayers, world, lambda: ranks)
+    # The sum over the ranks is something else than a rank's part.
+    monkeypatch.setattr(
+        sublayers, "tensor_model_parallel_all_reduce", lambda rows: 3 * rows
+    )
     module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
     module.gate = weight(EXPERTS, HIDDEN)
     module.routed_expert_down_proj = weight(LATENT, HIDDEN)
+    module.routed_expert_norm = Norm()
     module.routed_expert_up_proj = weight(HIDDEN, LATENT)
     module.experts.router = router()
     module.experts.routed_experts = given
@@ -148,8 +173,10 @@ def test_moe_runs_the_experts_that_our_routing_chose(
     latent = product(hidden, module.routed_expert_down_proj.weight).bfloat16()
     routed = by_torch(latent, ids, shares, weights, torch.float32).bfloat16()
     _, shared = routed_and_shared(module, hidden)
-    up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
-    assert torch.equal(found, up + shared)
+    summed = 1 if ranks == 1 else 3
+    normed = 2 * (summed * routed)
+    up = product(normed, module.routed_expert_up_proj.weight).bfloat16()
+    assert torch.equal(sublayers.whole(found), up + summed * shared)
 
 
 @pytest.mark.parametrize(

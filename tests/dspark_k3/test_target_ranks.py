@@ -152,7 +152,9 @@ def test_a_moe_layers_shards_sum_before_the_norm(ranks: Ranks) -> None:
         return sublayers.Moe(module, pdl=True, route=False)  # type: ignore[arg-type]
 
     made = [of_rank(rank) for rank in range(2)]
-    found = ranks.run(lambda rank: made[rank](hidden, torch.arange(ROWS)))
+    found = ranks.run(
+        lambda rank: sublayers.whole(made[rank](hidden, torch.arange(ROWS)))
+    )
     assert torch.equal(found[0], found[1])
     close(found[0], wanted)
     assert ranks.sent == [(ROWS, 12), (ROWS, HIDDEN)]

@@ -367,8 +367,10 @@ def test_ours_asks_for_the_launch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(("route", pdl, logits))
         plan.counts.fill_(77)
 
-    def sum_up(latent, shares, plan, bank, inner, out, *, pdl):  # type: ignore[no-untyped-def]
-        assert inner.shape == (256, 64) and inner.isnan().all() and out.isnan().all()
+    def sum_up(latent, shares, plan, bank, space, out, *, pdl):  # type: ignore[no-untyped-def]
+        assert space.inner.shape == (256, 64) and space.inner.isnan().all()
+        assert space.sums.shape == (1, 256, 128) and space.sums.isnan().all()
+        assert out.isnan().all()
         calls.append(("experts", pdl, plan.counts))
         return out
 

@@ -38,8 +38,10 @@ def inputs(
     hidden: int = HIDDEN,
     seed: int = 0,
     device: str = "cuda",
+    more: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of one call, all strided; blocks it must not read hold NaN."""
+    """Arguments of one call, all strided; blocks it must not read hold NaN. ``more``:
+    with an extra delta."""
     num_blocks, update, write, norm = form
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -73,9 +75,11 @@ def inputs(
     elif kind == "sharp":
         weights["query_weight"] *= 40
     blocks[:, num_blocks:] = torch.nan
+    extra = padded(normal(rows, hidden)) if more else None
     found: dict[str, Any] = {
         "prefix": padded(prefix),
         "delta": None if update == "keep" else padded(delta),
+        "extra": extra,
         "blocks": padded(blocks),
         **{name: w.bfloat16() for name, w in weights.items()},
         "num_blocks": num_blocks,
@@ -92,7 +96,7 @@ def inputs(
 def fresh(arguments: dict[str, Any], rows: slice = slice(None)) -> dict[str, Any]:
     """A copy of a call for some of its rows, with what the call writes kept apart."""
     copy = dict(arguments)
-    for name in ("prefix", "delta", "blocks"):
+    for name in ("prefix", "delta", "extra", "blocks"):
         if copy[name] is not None:
             copy[name] = copy[name][rows].clone()
     return copy
@@ -155,6 +159,22 @@ def test_every_form_against_the_reference(hidden: int, form: Form, kind: str) ->
     assert (error <= allowed).all(), (error / allowed).tolist()
     excess = (out.double() - exact).abs() - bound
     assert (excess <= 0).all(), f"{int((excess > 0).sum())} elements past their bound"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("hidden", "form"), [case for case in CASES if case[1][1] == "add"], ids=name_of
+)
+def test_a_delta_may_come_in_two(hidden: int, form: Form) -> None:
+    """The bits of their sum in bf16 as one, and the reference's prefix."""
+    arguments = inputs(form, 5, hidden=hidden, more=True)
+    _, prefix = reference.attn_res(**fresh(arguments))
+    summed = arguments["delta"] + arguments["extra"]
+    one = fresh(arguments) | {"delta": summed, "extra": None}
+    out, wanted = run(arguments), run(one)
+    assert torch.equal(bits(out), bits(wanted)) and torch.isfinite(out).all()
+    assert torch.equal(bits(arguments["prefix"]), bits(prefix))
+    assert torch.equal(bits(arguments["blocks"]), bits(one["blocks"]))
 
 
 @pytest.mark.gpu
@@ -377,6 +397,12 @@ WIDE = torch.zeros(3, HIDDEN + 8, dtype=torch.bfloat16)
             {"prefix": WIDE[:, :TINY]},
             r"delta is torch.bfloat16 \(3, 7168\).*\(3, 512\)",
         ),
+        ({"extra": WIDE[:2, :HIDDEN]}, r"extra is torch.bfloat16 \(2, 7168\)"),
+        (
+            {"extra": WIDE[:, :HIDDEN], "restart": True},
+            "extra is given with update 'restart'; only where delta is added",
+        ),
+        ({"extra": WIDE[:, :HIDDEN].to("meta")}, "extra is on meta and prefix on cpu"),
         ({"delta": WIDE[:2, :HIDDEN]}, r"delta is torch.bfloat16 \(2, 7168\)"),
         ({"blocks": WIDE[:, None, :HIDDEN]}, r"blocks is \(3, 1, 7168\).*at least 2"),
         ({"blocks": WIDE[:, :HIDDEN]}, r"blocks is \(3, 7168\)"),

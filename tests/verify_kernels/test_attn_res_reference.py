@@ -169,6 +169,8 @@ def test_large_scores_stay_finite() -> None:
         ({"restart": True, "delta": None}, "restart is True without delta"),
         ({"query_weight": torch.ones(3)}, r"query_weight is \(3,\)"),
         ({"delta": torch.ones(2, 3)}, r"delta \(2, 3\)"),
+        ({"extra": torch.ones(2, 3)}, r"extra is \(2, 3\)"),
+        ({"extra": torch.ones(2, 32), "delta": None}, r"extra is \(2, 32\)"),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, Any], words: str) -> None:

@@ -118,6 +118,21 @@ def test_attn_res_is_right_and_bit_equal_under_every_schedule(
     assert torch.equal(attn_res(form, alone)[0], first[0][1:])
 
 
+@pytest.mark.parametrize(
+    ("hidden", "form"), [(7168, (2, "add", True, True)), (512, (1, "add", False, True))]
+)
+def test_attn_res_with_a_delta_in_two(hidden: int, form: Form) -> None:
+    """The bits of their sum in bf16 as one."""
+    arguments = attn_res_tests.inputs(form, 2, hidden=hidden, device="cpu", more=True)
+    _, prefix = attn_res_reference.attn_res(**attn_res_tests.fresh(arguments))
+    found = attn_res(form, arguments, races=True)
+    summed = arguments["delta"] + arguments["extra"]
+    one = attn_res(form, arguments | {"delta": summed, "extra": None})
+    assert torch.equal(attn_res_tests.bits(found[1]), attn_res_tests.bits(prefix))
+    for two, single in zip(found, one, strict=True):
+        assert torch.equal(attn_res_tests.bits(two), attn_res_tests.bits(single))
+
+
 def test_prefetch_asks_for_every_piece_once() -> None:
     """More pieces than threads, so that threads take several."""
     weights = torch.zeros(70 * PIECE + 48, dtype=torch.uint8)

@@ -22,12 +22,19 @@ from verify_kernels.moe import (
     moe_route,
     reference,
 )
-from verify_kernels.moe.experts import FORMS, SHAPES, Shape, variants, words_shape
+from verify_kernels.moe.experts import (
+    FORMS,
+    SHAPES,
+    ExpertWorkspace,
+    Shape,
+    variants,
+    words_shape,
+)
 from verify_kernels.moe.layout import Blocks
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
 
-#: Latent rows, weights of the choice, plan, bank, inner, out -> nothing.
-Run = Callable[[Tensor, Tensor, ExpertPlan, Any, Tensor, Tensor], None]
+#: Latent rows, weights of the choice, plan, bank, workspace, out -> nothing.
+Run = Callable[[Tensor, Tensor, ExpertPlan, Any, ExpertWorkspace, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,24 @@ def check_errors(
     assert ours.abs().max() <= 2 * theirs.abs().max(), len(ids)
 
 
+def check_norm(found: Tensor, summed: Tensor, weight: Tensor, eps: float) -> None:
+    """Errors of an RMSNorm against fp64, at most twice those of bf16's rounding."""
+    exact = summed.double()
+    exact = exact * (exact.square().mean(1, keepdim=True) + eps).rsqrt()
+    exact = exact * weight.double()
+    ours = (found.double() - exact).abs()
+    assert (ours <= 2 * 2**-9 * exact.abs()).all()
+
+
+def workspace(shape: Shape, device: str = "cpu") -> ExpertWorkspace:
+    """Full of NaN."""
+    latent, inner, _, top_k = shape
+    space = ExpertWorkspace.allocate(latent, inner, top_k, device)
+    for tensor in (space.inner, space.sums):
+        tensor.fill_(torch.nan)
+    return space
+
+
 def result(
     run: Run,
     shape: Shape,
@@ -162,18 +187,18 @@ def result(
     """What a run gives on the CPU; its workspace was NaN, and what lies between rows of
     the output still is."""
     rows, columns = latent.shape
-    inner = torch.full((MAX_ROWS * shape[3], shape[1]), torch.nan, device=device)
-    inner = inner.bfloat16()
+    space = workspace(shape, device)
     buffer = torch.full((rows + 1, columns + 16), torch.nan, device=device).bfloat16()
     out = buffer[:rows, 4 : 4 + columns]
-    run(latent, shares, plan_of(ids, shape[2], device), bank, inner, out)
+    run(latent, shares, plan_of(ids, shape[2], device), bank, space, out)
     assert torch.isfinite(out).all()
     buffer = buffer.clone()
     buffer[:rows, 4 : 4 + columns] = torch.nan
     assert buffer.isnan().all()
-    unused = torch.ones(len(inner), dtype=torch.bool)
+    unused = torch.ones(len(space.inner), dtype=torch.bool)
     unused[(ids >= 0).flatten().nonzero().flatten()] = False
-    assert inner.cpu()[unused].isnan().all()
+    assert space.inner.cpu()[unused].isnan().all()
+    assert space.sums.cpu()[:, unused].isnan().all()
     return out.cpu()
 
 
@@ -182,12 +207,11 @@ def on_gpu(
     shares: Tensor,
     plan: ExpertPlan,
     bank: ExpertBank,
-    inner: Tensor,
+    space: ExpertWorkspace,
     out: Tensor,
-    *,
-    pdl: bool = True,
+    **options: Any,
 ) -> None:
-    moe_experts(latent, shares, plan, bank, inner, out, pdl=pdl)
+    moe_experts(latent, shares, plan, bank, space, out, **options)
 
 
 def changed(bank: Any, change: Callable[[Tensor], Tensor], **other: int) -> Any:
@@ -211,7 +235,7 @@ def arguments() -> dict[str, Any]:
         "shares": shares,
         "plan": plan_of(ids, shape[2]),
         "bank": experts_of(shape).bank(),
-        "inner": torch.empty(MAX_ROWS * shape[3], shape[1]).bfloat16(),
+        "space": workspace(shape),
     }
 
 
@@ -267,7 +291,22 @@ def test_no_rows_and_no_device() -> None:
             "2 of 16 experts of 128 x 64, 64 rows of gate held: no kernel",
         ),
         ({"shares": torch.zeros(2, 4)}, r"shares is torch.float32 \(2, 4\)"),
-        ({"inner": torch.zeros(256, 64)}, r"inner is torch.float32 \(256, 64\)"),
+        (
+            {"space": replace(workspace(SHAPES[-1]), inner=torch.zeros(256, 64))},
+            r"space.inner is torch.float32 \(256, 64\)",
+        ),
+        (
+            {"space": workspace((128, 3072, 16, 4))},
+            r"space.inner is torch.bfloat16 \(256, 3072\)",
+        ),
+        (
+            {"space": replace(workspace(SHAPES[-1]), sums=torch.zeros(2, 256, 128))},
+            r"space.sums is torch.float32 \(2, 256, 128\); it must be .* \(1, 256",
+        ),
+        (
+            {"norm_weight": torch.ones(128)},
+            r"norm_weight is torch.float32 \(128,\)",
+        ),
         (
             {"plan": ExpertPlan.allocate(896, 16, "cpu")},
             r"plan.experts is torch.int32 \(896,\)",
@@ -282,8 +321,8 @@ def test_no_rows_and_no_device() -> None:
             "bank is on meta and latent on cpu",
         ),
         (
-            {"inner": torch.zeros(256, 64, device="meta").bfloat16()},
-            "inner is on meta and latent on cpu",
+            {"space": workspace(SHAPES[-1], "meta")},
+            "space.inner is on meta and latent on cpu",
         ),
     ],
 )
@@ -364,13 +403,13 @@ def test_a_thousand_repeats_with_another_stream_busy(
 ) -> None:
     bank = some_experts(shape, held, 7)
     latent = latent_rows(shape, 64, 7).cuda()
-    inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
+    space = workspace(shape, "cuda")
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)
     cases = {}
     for m in sizes:
         ids, shares = choice(shape, m, m)
         plan, shares = plan_of(ids, shape[2], "cuda"), shares.cuda()
-        wanted = moe_experts(latent[:m], shares, plan, bank, inner, pdl=False)
+        wanted = moe_experts(latent[:m], shares, plan, bank, space, pdl=False)
         cases[m] = (plan, shares, wanted)
     live, out = torch.empty_like(latent), torch.empty_like(latent)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -381,8 +420,9 @@ def test_a_thousand_repeats_with_another_stream_busy(
             plan, shares, wanted = cases[m]
             live.fill_(torch.nan)
             live[:m].copy_(latent[:m])
-            inner.fill_(torch.nan)
-            moe_experts(live[:m], shares, plan, bank, inner, out[:m], pdl=pdl)
+            space.inner.fill_(torch.nan)
+            space.sums.fill_(torch.nan)
+            moe_experts(live[:m], shares, plan, bank, space, out[:m], pdl=pdl)
             wrong += (out[:m] != wanted).sum()
     assert int(wrong) == 0
 
@@ -393,7 +433,7 @@ def test_programmatic_neighbours_wait_for_each_other() -> None:
     launched programmatically with nothing of torch's between."""
     shape, held = (3584, 192, 896, 16), 192
     bank = some_experts(shape, held, 8)
-    inner = torch.empty(MAX_ROWS * shape[3], shape[1], device="cuda").bfloat16()
+    space = workspace(shape, "cuda")
     bias = torch.zeros(shape[2], device="cuda")
     g = torch.Generator().manual_seed(8)
     steps = []
@@ -402,7 +442,7 @@ def test_programmatic_neighbours_wait_for_each_other() -> None:
         plan = ExpertPlan.allocate(shape[2], shape[3], "cuda")
         shares, ids = moe_route(logits, bias, shape[3], plan, pdl=False)
         latent = latent_rows(shape, m, m).cuda()
-        wanted = moe_experts(latent, shares, plan, bank, inner, pdl=False)
+        wanted = moe_experts(latent, shares, plan, bank, space, pdl=False)
         steps.append((logits, plan, shares, ids, latent, wanted))
     rounds = 250
     found = [
@@ -414,6 +454,6 @@ def test_programmatic_neighbours_wait_for_each_other() -> None:
             steps, found, strict=True
         ):
             moe_route(logits, bias, shape[3], plan, shares, ids)
-            moe_experts(latent, shares, plan, bank, inner, out[i])
+            moe_experts(latent, shares, plan, bank, space, out[i])
     for (*_, wanted), out in zip(steps, found, strict=True):
         assert (out == wanted).all()

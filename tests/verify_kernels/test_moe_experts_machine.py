@@ -20,49 +20,104 @@ from tests.verify_kernels.machine import GlobalMemory, kernels, launch, tensor_a
 from tests.verify_kernels.machine.memory import Fault
 from verify_kernels.common.variant import Variant
 from verify_kernels.dense.reference import SITU_BETA, SITU_LINEAR_BETA
-from verify_kernels.moe import ExpertBank, ExpertPlan, down, experts, up
-from verify_kernels.moe.experts import Shape
+from verify_kernels.moe import (
+    ExpertBank,
+    ExpertPlan,
+    combine,
+    down,
+    experts,
+    layout,
+    up,
+)
+from verify_kernels.moe.experts import ExpertWorkspace, Shape
 
 #: A block along K for each of eight warps; K3's cut of K over the warps, and one of
-#: five groups a warp; several steps of I; more experts than the second half's threads.
+#: five groups a warp; three steps of I, and six in two laps.
 TINY = (128, 128, 16, 4)
 WIDE = (3584, 64, 16, 4)
 ODD = (1280, 64, 16, 4)
-STEPS = (128, 384, 16, 4)
+STEPS = (128, 192, 16, 4)
+LAPS = (128, 384, 16, 4)
 SMALL = (128, 64, 16, 4)
-MANY = (128, 64, 896, 16)
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class Half:
-    """How a half is made and launched."""
+class Launch:
+    """How a kernel of the three is made and launched."""
 
     kernel: Callable[..., Any]
     arguments: Callable[..., Any]
-    #: CTAs, given the latent columns and the rows.
-    grid: Callable[[int, int], tuple[int, int, int]]
+    #: CTAs and those of a cluster, given the kernel and the rows.
+    grid: Callable[[Any, int], tuple[int, int, int]]
+    cluster: Callable[[Any], int] = lambda kernel: 1
 
 
-HALVES = (
-    Half(
-        lambda latent, inner, _, *form: up.ExpertsUpKernel(latent, inner, *form),
-        experts._up_arguments,
-        lambda latent, rows: (6, 1, 1),
-    ),
-    Half(
-        down.ExpertsDownKernel,
-        experts._down_arguments,
-        lambda latent, rows: (latent // 32, -(-rows // 8), 1),
-    ),
+def of_half(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda latent, inner, _, *form: kernel(latent, inner, *form)
+
+
+UP = Launch(
+    of_half(up.ExpertsUpKernel),
+    experts._up_arguments,
+    lambda kernel, rows: (6, 1, 1),
+    lambda kernel: 2,
+)
+DOWN = Launch(
+    down.ExpertsDownKernel, experts._down_arguments, lambda kernel, rows: (3, 1, 1)
+)
+COMBINE = Launch(
+    combine.CombineKernel,
+    experts._combine_arguments,
+    lambda kernel, rows: (kernel.ctas, rows, 1),
+    lambda kernel: kernel.ctas,
 )
 
 
 @functools.cache
-def compiled(half: Half, *form: int) -> tuple[Any, str]:
-    """A half's kernel and PTX."""
-    kernel = half.kernel(*form)
-    made = functools.partial(half.arguments, *form)
-    return kernel, kernels.ptx_of(Variant("moe", "half", kernel, made))
+def compiled(one: Launch, *form: int) -> tuple[Any, str]:
+    """Its kernel and PTX."""
+    kernel = one.kernel(*form)
+    made = functools.partial(one.arguments, *form)
+    return kernel, kernels.ptx_of(Variant("moe", "one", kernel, made))
+
+
+#: Tensor, extents and strides that are open.
+Given = tuple[Tensor, Any, Any]
+
+
+def launch_one(
+    one: Launch,
+    form: tuple[int, ...],
+    tensors: dict[str, Given],
+    numbers: list[bytes],
+    rows: int,
+    seed: int,
+) -> None:
+    kernel, ptx = compiled(one, *form)
+    memory = GlobalMemory()
+    parameters = []
+    for name in kernel.parameters:
+        tensor, extents, strides = tensors[name]
+        address = memory.add(
+            tensor,
+            name,
+            dynamic=name not in kernel.early_loads,
+            writable=name == "out",
+        )
+        parameters.append(tensor_argument(address, extents, strides))
+    threads = getattr(kernel, "threads", up.THREADS)
+    launch(
+        ptx,
+        memory,
+        parameters + numbers,
+        grid=one.grid(kernel, rows),
+        block=(threads, 1, 1),
+        cluster=(one.cluster(kernel), 1, 1),
+        shared_bytes=kernel.shared_bytes,
+        seed=seed,
+        races=True,
+    )
 
 
 def run(
@@ -71,47 +126,46 @@ def run(
     shares: Tensor,
     plan: ExpertPlan,
     bank: ExpertBank,
-    inner: Tensor,
+    space: ExpertWorkspace,
     out: Tensor,
     *,
+    norm_weight: Tensor | None = None,
     seed: int = 0,
 ) -> None:
-    """Both launches."""
+    """All launches."""
     rows = latent.shape[:1]
-    first = {
+    planned: dict[str, Given] = {
+        name: (tensor, (), ()) for name, tensor in vars(plan).items()
+    }
+    first: dict[str, Given] = planned | {
         "x": (latent, rows, latent.stride()[:1]),
         "words": (bank.up.words, (), ()),
         "scales": (bank.up.scales, (), ()),
         "weights": (shares, rows, ()),
-        "out": (inner, (), ()),
+        "out": (space.inner, (), ()),
     }
-    second = {
-        "x": (inner, (), ()),
+    second: dict[str, Given] = planned | {
+        "x": (space.inner, (), ()),
         "words": (bank.down.words, (), ()),
         "scales": (bank.down.scales, (), ()),
+        "out": (space.sums, (), ()),
+    }
+    third: dict[str, Given] = planned | {
+        "x": (space.sums, (), ()),
         "out": (out, rows, out.stride()[:1]),
     }
-    numbers = [np.float32(x).tobytes() for x in (SITU_BETA, SITU_LINEAR_BETA)]
-    for half, tensors, rest in zip(HALVES, (first, second), (numbers, []), strict=True):
-        kernel, ptx = compiled(half, *shape, bank.held)
-        memory = GlobalMemory()
-        parameters = []
-        for name in kernel.parameters:
-            given = tensors.get(name) or (getattr(plan, name), (), ())
-            tensor, extents, strides = given
-            address = memory.add(tensor, name, dynamic=True, writable=name == "out")
-            parameters.append(tensor_argument(address, extents, strides))
-        launch(
-            ptx,
-            memory,
-            parameters + rest,
-            grid=half.grid(shape[0], len(latent)),
-            block=(getattr(kernel, "threads", up.THREADS), 1, 1),
-            cluster=(2, 1, 1),
-            shared_bytes=kernel.shared_bytes,
-            seed=seed,
-            races=True,
-        )
+    if norm_weight is not None:
+        third["weight"] = norm_weight, (), ()
+    betas, eps = (
+        [np.float32(x).tobytes() for x in numbers]
+        for numbers in ((SITU_BETA, SITU_LINEAR_BETA), (EPS,))
+    )
+    half = (*shape, bank.held)
+    sums = (shape[0], shape[3], len(space.sums), norm_weight is not None)
+    sizes = (len(latent), seed)
+    launch_one(UP, half, first, betas, *sizes)
+    launch_one(DOWN, half, second, [], *sizes)
+    launch_one(COMBINE, sums, third, eps, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +176,8 @@ def run(
         (TINY, 33, 8),
         (WIDE, 2, None),
         (ODD, 2, None),
-        (STEPS, 3, None),
+        (STEPS, 17, 5),
+        (LAPS, 3, None),
     ],
     ids=str,
 )
@@ -134,6 +189,55 @@ def test_rows_are_right(shape: Shape, rows: int, spread: int | None) -> None:
     one = functools.partial(run, shape)
     found = tests.result(one, shape, weights.bank(), latent, ids, shares)
     tests.check_errors(found, latent, ids, shares, weights)
+
+
+def test_a_pair_may_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three, as those of the widest I are two."""
+    monkeypatch.setattr(layout, "_PART_COLUMNS", 128)
+    compiled.cache_clear()
+    weights = tests.experts_of(LAPS, 8)
+    ids, shares = tests.choice(LAPS, 9, 8, 5)
+    latent = tests.latent_rows(LAPS, 9, 8)
+    one = functools.partial(run, LAPS)
+    try:
+        found = tests.result(one, LAPS, weights.bank(), latent, ids, shares)
+    finally:
+        compiled.cache_clear()
+    tests.check_errors(found, latent, ids, shares, weights)
+
+
+@pytest.mark.parametrize("latent", [128, 3584])
+def test_rows_are_normed(latent: int) -> None:
+    """The norm of the sum that there is without it; of a row without experts 0."""
+    top_k, rows = 4, 3
+    ids = torch.tensor([[3, 1, 7, 2], [-1] * 4, [1, -1, 2, 9]])
+    plan = tests.plan_of(ids, 16)
+    g = torch.Generator().manual_seed(9)
+    sums = torch.full((2, 64 * top_k, latent), torch.nan)
+    live = (ids >= 0).flatten().nonzero().flatten()
+    sums[:, live] = torch.randn(2, len(live), latent, generator=g)
+    weight = (1 + torch.rand(latent, generator=g)).bfloat16()
+
+    def combined(norm: bool, seed: int) -> Tensor:
+        out = torch.full((rows, latent), torch.nan).bfloat16()
+        tensors: dict[str, Given] = {
+            "x": (sums, (), ()),
+            "pairs": (plan.pairs, (), ()),
+            "weight": (weight, (), ()),
+            "out": (out, (rows,), (latent,)),
+        }
+        eps = [np.float32(EPS).tobytes()]
+        launch_one(COMBINE, (latent, top_k, 2, norm), tensors, eps, rows, seed)
+        return out
+
+    summed, found = combined(False, 0), combined(True, 0)
+    exact = torch.zeros(rows, latent, dtype=torch.float64)
+    exact.index_add_(0, live // top_k, sums[:, live].double().sum(0))
+    assert ((summed.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+    tests.check_norm(found, summed, weight, EPS)
+    assert not found[1].any()
+    for seed in (1, 2):
+        assert torch.equal(combined(True, seed), found)
 
 
 def test_rows_of_zeros_are_not_read() -> None:
@@ -196,20 +300,6 @@ def test_a_row_may_have_an_expert_twice(shape: Shape) -> None:
     assert torch.equal(alone, found[2:3])
 
 
-def test_more_experts_than_threads() -> None:
-    """The second half finds its experts in two rounds; some rows are the same, and one
-    has an expert eight times."""
-    weights = tests.experts_of(MANY, 4)
-    ids, shares = tests.choice(MANY, 24, 4)
-    ids[7:9] = ids[6]
-    ids[10, 3:11] = ids[10, 2]
-    assert len(ids.unique()) > down.ExpertsDownKernel(*MANY, 64).threads
-    latent = tests.latent_rows(MANY, 24, 4)
-    one = functools.partial(run, MANY)
-    found = tests.result(one, MANY, weights.bank(), latent, ids, shares)
-    tests.check_errors(found, latent, ids, shares, weights)
-
-
 def test_rows_without_any_expert_are_zero() -> None:
     weights = tests.experts_of(SMALL, 5)
     ids, shares = tests.choice(SMALL, 9, 5)
@@ -219,25 +309,26 @@ def test_rows_without_any_expert_are_zero() -> None:
     assert not tests.result(one, SMALL, weights.bank(), latent, ids, shares).any()
 
 
+@pytest.mark.parametrize(("half", "shape"), [(up, WIDE), (down, LAPS)])
 def test_a_place_is_asked_for_when_its_products_are_there(
-    monkeypatch: pytest.MonkeyPatch,
+    half: Any, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under some schedule a copy comes too early without the tie (`after`)."""
-    weights = tests.experts_of(WIDE, 6)
-    ids, shares = tests.choice(WIDE, 2, 6)
-    latent = tests.latent_rows(WIDE, 2, 6)
+    weights = tests.experts_of(shape, 6)
+    ids, shares = tests.choice(shape, 2, 6)
+    latent = tests.latent_rows(shape, 2, 6)
 
     def fault(seed: int) -> bool:
-        one = functools.partial(run, WIDE, seed=seed)
+        one = functools.partial(run, shape, seed=seed)
         try:
-            tests.result(one, WIDE, weights.bank(), latent, ids, shares)
+            tests.result(one, shape, weights.bank(), latent, ids, shares)
         except Fault:
             return True
         return False
 
     assert not fault(1)
     compiled.cache_clear()
-    monkeypatch.setattr(up, "after", lambda acc, zero: zero)
+    monkeypatch.setattr(half, "after", lambda acc, zero: zero)
     try:
         assert any(fault(seed) for seed in (1, 0, 2))
     finally:

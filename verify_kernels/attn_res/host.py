@@ -65,6 +65,7 @@ def _arguments(hidden: int, update: str, norm: bool) -> Sequence[Any]:
     return (
         matrix(),
         None if update == "keep" else matrix(),
+        matrix() if update == "add" else None,
         fake(rows, cute.sym_int(), hidden),
         fake(hidden),
         fake(hidden),
@@ -72,6 +73,7 @@ def _arguments(hidden: int, update: str, norm: bool) -> Sequence[Any]:
         matrix(),
         cutlass.Float32(0.0),
         cutlass.Float32(0.0),
+        cutlass.Int32(0),
         cutlass.Int32(0),
         rt.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -158,6 +160,7 @@ def attn_res(
     output_norm_weight: Tensor | None,
     out: Tensor | None = None,
     *,
+    extra: Tensor | None = None,
     num_blocks: int,
     write_block: int | None = None,
     restart: bool = False,
@@ -182,6 +185,7 @@ def attn_res(
             skip it.
         out: bf16 [M, H], or None to allocate it; on a decode path pass it. It may
             not share memory with another argument.
+        extra: bf16 [M, H]: delta + extra, rounded to bf16, is what is added; or None.
         num_blocks: N, the saved blocks that are mixed.
         write_block: N to save the new prefix as block N, or None.
         restart: the new prefix is ``delta`` and not prefix + delta.
@@ -213,6 +217,13 @@ def attn_res(
     _check_rows("prefix", prefix, matrix)
     if delta is not None:
         _check_rows("delta", delta, matrix)
+    if extra is not None:
+        if form[1] != "add":
+            raise ValueError(
+                f"extra is given with update '{form[1]}'; only where delta is added to "
+                "the prefix may there be more: add it to delta yourself"
+            )
+        _check_rows("extra", extra, matrix)
     needed = num_blocks + form[2]
     if blocks.dim() != 3 or blocks.shape[1] < needed:
         raise ValueError(
@@ -229,6 +240,7 @@ def attn_res(
     device = prefix.device
     for name, tensor in (
         ("delta", delta),
+        ("extra", extra),
         ("blocks", blocks),
         ("norm_weight", norm_weight),
         ("query_weight", query_weight),
@@ -249,9 +261,13 @@ def attn_res(
             f"prefix is on {device}; the kernel needs a CUDA device: move the tensors "
             "there or use verify_kernels.attn_res.reference"
         )
+    more = extra
+    if extra is None and form[1] == "add":
+        more = delta  # Not read.
     _compiled(device.index, hidden, *form)(
         prefix,
         delta,
+        more,
         blocks,
         norm_weight,
         query_weight,
@@ -259,6 +275,7 @@ def attn_res(
         out,
         eps,
         output_norm_eps,
+        int(extra is not None),
         int(pdl),
     )
     return out

@@ -11,7 +11,8 @@ of a warp. The sums over H then cross the cluster twice:
     output      the sum of h^2, sent by each warp to every CTA, added in the same order
 
 No step depends on M or on another token, so rows are bit-invariant. Roundings are those
-of vLLM's kernel: the new prefix to bf16 before it is used, the result once at the end.
+of vLLM's kernel: the new prefix to bf16 before it is used, the result once at the end;
+and delta + extra, where there is one, as if it had been a tensor.
 
 Early loads: the three weight vectors. The saved blocks were written by earlier kernels,
 perhaps of this step, so they are read after the wait. No trailing cluster barrier is
@@ -33,6 +34,8 @@ VECTOR = 8
 #: H200: 64 rows are 448 CTAs, 3.4 an SM, and all should be resident at once.
 CTAS_PER_SM = 4
 LOG2_E = 1.4426950408889634
+#: Two bf16 of -0: what is added to them stays what it is.
+NOTHING = 0x80008000 - 2**32
 
 
 def floats(words):
@@ -53,7 +56,8 @@ class AttnResKernel:
     Args:
         hidden: H, 512 or a multiple of 1024 from 2048 to 8192.
         num_blocks: N, saved blocks that are mixed.
-        update: "keep" the prefix, "add" delta to it, or "restart" it as delta.
+        update: "keep" the prefix, "add" delta, or delta + extra, to it, or "restart" it
+            as delta.
         write: save the new prefix as block N.
         norm: apply the output norm.
     """
@@ -79,7 +83,7 @@ class AttnResKernel:
         weights = ("norm_weight", "query_weight")
         if norm:
             weights += ("output_norm_weight",)
-        delta = () if update == "keep" else ("delta",)
+        delta = {"keep": (), "restart": ("delta",), "add": ("delta", "extra")}[update]
         self.parameters = ("prefix", *delta, "blocks", *weights, "out")
         self.early_loads = weights if num_blocks else weights[2:]
 
@@ -98,6 +102,7 @@ class AttnResKernel:
         self,
         prefix: cute.Tensor,
         delta,
+        extra,
         blocks: cute.Tensor,
         norm_weight: cute.Tensor,
         query_weight: cute.Tensor,
@@ -105,12 +110,14 @@ class AttnResKernel:
         out: cute.Tensor,
         eps: Float32,
         output_norm_eps: Float32,
+        has_extra: Int32,
         pdl: Int32,
         stream,
     ):
         self.kernel(
             prefix,
             delta,
+            extra,
             blocks,
             norm_weight,
             query_weight,
@@ -118,6 +125,7 @@ class AttnResKernel:
             out,
             eps,
             output_norm_eps,
+            has_extra,
         ).launch(
             grid=[self.ctas, prefix.shape[0], 1],
             block=[self.threads, 1, 1],
@@ -137,6 +145,7 @@ class AttnResKernel:
         self,
         prefix: cute.Tensor,
         delta,
+        extra,
         blocks: cute.Tensor,
         norm_weight: cute.Tensor,
         query_weight: cute.Tensor,
@@ -144,6 +153,7 @@ class AttnResKernel:
         out: cute.Tensor,
         eps: Float32,
         output_norm_eps: Float32,
+        has_extra: Int32,
     ):
         rank, row, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -175,6 +185,10 @@ class AttnResKernel:
             prefix_words = ptx.load_global_128(prefix_at)
         if const_expr(self.update != "keep"):
             delta_words = ptx.load_global_128(self.row(delta, row) + at)
+        if const_expr(self.update == "add"):
+            extra_words = ptx.load_global_128_if(
+                self.row(extra, row) + at, has_extra, 0, (Int32(NOTHING),) * 4
+            )
         sources = []
         for i in cutlass.range_constexpr(self.num_blocks):
             sources.append(ptx.load_global_128(blocks_at + block_bytes * i))
@@ -184,11 +198,8 @@ class AttnResKernel:
         elif const_expr(self.update == "restart"):
             new_words = delta_words
         else:
-            total = [
-                a + b
-                for a, b in zip(floats(prefix_words), floats(delta_words), strict=True)
-            ]
-            new_words = self.pack(total)
+            delta_words = self.sum_of(delta_words, extra_words)
+            new_words = self.sum_of(prefix_words, delta_words)
         if const_expr(self.update != "keep"):
             ptx.store_global_128(prefix_at, new_words)
         if const_expr(self.write):
@@ -249,6 +260,11 @@ class AttnResKernel:
         return tuple(
             ptx.pack_bf16x2(values[2 * j], values[2 * j + 1]) for j in range(4)
         )
+
+    def sum_of(self, a, b):
+        """In bf16."""
+        pairs = zip(floats(a), floats(b), strict=True)
+        return self.pack([x + y for x, y in pairs])
 
     @cute.jit
     def rsqrt_mean(self, squares, eps):

@@ -9,8 +9,9 @@ v_i = b_0 .. b_{N-1}, p are mixed:
     h   = sum_i softmax(s)_i v_i;      hidden = RMSNorm(h; output_norm_weight)
 
 without a 1/sqrt(H) or a temperature. With N = 0, h is p, exactly. Before the mix
-p <- round(p + delta), delta the previous sublayer's output; the MLP of a layer that
-starts a block restarts it, p <- delta. (Semantics of vLLM 0.33's Kimi K3 model.)
+p <- round(p + delta), delta the previous sublayer's output, or round(delta + extra)
+where that comes in two; the MLP of a layer that starts a block restarts it, p <- delta.
+(Semantics of vLLM 0.33's Kimi K3 model.)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def attn_res(
     query_weight: Tensor,
     output_norm_weight: Tensor | None,
     *,
+    extra: Tensor | None = None,
     num_blocks: int,
     write_block: int | None = None,
     restart: bool = False,
@@ -52,11 +54,12 @@ def attn_res(
         blocks: [M, 8, H] (any number of blocks); blocks 0 .. num_blocks - 1 are read.
         norm_weight, query_weight: [H] each; only their product counts.
         output_norm_weight: [H] of the RMSNorm that follows, or None to skip it.
+        extra: [M, H], added to delta, or None.
         num_blocks: N, the saved blocks that are mixed.
         write_block: where to save the new prefix, in place in ``blocks``, or None.
         restart: the new prefix is ``delta`` and not prefix + delta.
-        round_prefix: the new prefix is rounded to this dtype before it is used as a
-            source or saved; None keeps ``compute``.
+        round_prefix: delta + extra, and the new prefix before it is used as a source or
+            saved, are rounded to this dtype; None keeps ``compute``.
         compute: dtype of all arithmetic.
 
     Returns:
@@ -93,6 +96,8 @@ def attn_res(
         )
     if restart and delta is None:
         raise ValueError("restart is True without delta; give the new prefix as delta")
+    if extra is not None and (delta is None or extra.shape != delta.shape):
+        raise ValueError(f"extra is {tuple(extra.shape)}; it must be that of delta")
 
     score_weight = norm_weight.to(compute) * query_weight.to(compute)
     final = None if output_norm_weight is None else output_norm_weight.to(compute)
@@ -102,6 +107,10 @@ def attn_res(
         p = prefix[m].to(compute)
         if delta is not None:
             step = delta[m].to(compute)
+            if extra is not None:
+                step = step + extra[m].to(compute)
+                if round_prefix is not None:
+                    step = step.to(round_prefix).to(compute)
             p = step if restart else p + step
             if round_prefix is not None:
                 p = p.to(round_prefix).to(compute)

@@ -139,6 +139,18 @@ def load_global_128(address, offset=0, *, loc=None, ip=None):
     return _load("global", 4, Int32, Int64(address), offset, loc, ip)
 
 
+@dsl_user_op
+def load_global_64(address, offset=0, *, loc=None, ip=None):
+    """8 bytes of global memory that any earlier kernel may have written. Clobber."""
+    return _load("global", 2, Int32, Int64(address), offset, loc, ip)
+
+
+@dsl_user_op
+def load_global_f32x4(address, offset=0, *, loc=None, ip=None):
+    """Four Float32 at a 16-byte aligned global address. Clobber."""
+    return _load("global", 4, Float32, Int64(address), offset, loc, ip)
+
+
 def _load_if(space, address, live, offset, old, loc, ip):
     i32 = T.i32()
     out = asm(
@@ -196,21 +208,32 @@ def load_weights_128(address, offset=0, *, loc=None, ip=None):
     return _values(out, 4, i32, Int32, loc, ip)
 
 
-@dsl_user_op
-def store_global_128(address, values, *, loc=None, ip=None):
-    """Four Int32 to a 16-byte aligned global address. Clobber."""
+def _store_global(address, values, loc, ip):
     operands = [Int64(address).ir_value(loc=loc, ip=ip)]
     operands += [Int32(v).ir_value(loc=loc, ip=ip) for v in values]
+    places = ",".join(f"${1 + i}" for i in range(len(values)))
     asm(
         None,
         operands,
-        "st.global.v4.b32 [$0], {$1,$2,$3,$4};",
-        "l,r,r,r,r",
+        f"st.global.v{len(values)}.b32 [$0], {{{places}}};",
+        "l" + ",r" * len(values),
         effects=True,
         clobber=True,
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def store_global_128(address, values, *, loc=None, ip=None):
+    """Four Int32 to a 16-byte aligned global address. Clobber."""
+    _store_global(address, values, loc, ip)
+
+
+@dsl_user_op
+def store_global_64(address, values, *, loc=None, ip=None):
+    """Two Int32 to an 8-byte aligned global address. Clobber."""
+    _store_global(address, values, loc, ip)
 
 
 @dsl_user_op

@@ -6,7 +6,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from verify_kernels.common import ptx
-from verify_kernels.moe.layout import BLOCK_BYTES, ROWS, STEPS_OF_GROUP
 from verify_kernels.moe.mxfp4 import GROUP
 
 #: Pairs of a row and an expert, or rows, that one mma has columns for.
@@ -17,13 +16,6 @@ TILES = 4
 CHUNK = 16
 #: Of a pair's row, or of h, in a group of 32 columns.
 ROW_BYTES = 2 * GROUP
-#: A group in shared memory: two blocks of weights, the pairs' rows, the scales.
-TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
-SCALES_AT = TOKENS_AT + PAIRS * ROW_BYTES
-SLOT_BYTES = SCALES_AT + ROWS
-#: Of the sums of a pair or row, in floats: lanes of a store, and quads of a load, meet
-#: all banks.
-PITCH = ROWS + 4
 LOG2_E = 1.4426950408889634
 #: Sign and magnitude of two numbers in their places in a bf16, as signed words.
 MASK = 0x81C081C0 - 2**32

@@ -1,44 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second half: y_m = sum over the experts e that m chose of W2_e h_p, where h_p has
-its weight already.
+"""The second half of the experts: W2_e h_p of each pair p of a row and an expert e; h_p
+has its weight already. `combine` adds the pairs of a row.
 
-A cluster of two owns 64 latent columns of up to eight rows. The experts that these
-chose are dealt out in eight parts by id, four to a CTA; the warps of a part share I. So
-nothing is written but y, and the order of a row's sum is fixed by the ids: within a
-warp ascending, then the warps of a CTA, then the CTAs.
+An item of work is 64 latent columns of one expert, a part of I, for all pairs of that
+expert. A warp takes items in turn, all warps of all CTAs in one list, and has each for
+itself: no warp waits for another once the plan has been copied.
 
-    lists        the experts of these rows, and each one's pair of each row, in shared
-                 memory: everything after it needs them
-    ahead        a step is 32 columns of one expert: two blocks of weights, their
-                 scales, the pairs' h; the next steps are on their way to shared memory
-    multiply     as in up.py, but the eight columns of a product are the rows, with
-                 zeros for those that did not choose the expert: the sums stay in
-                 registers from expert to expert
-    exchange     each CTA takes the other's sums of 32 of the columns; one rounding to
-                 bf16
+    plan         the distinct experts and their pairs, in the shared memory of every CTA
+    ahead        a step is 64 columns of I: four blocks of weights, their scales, the
+                 pairs' h; the next two steps are on their way to the warp's own part of
+                 shared memory, also those of the next item
+    multiply     weights become bf16 in registers and are the 16-row operands of
+                 m16n8k16, eight pairs the columns
+    store        the sums in fp32, by part and pair
 
-A row's bits are the same whoever is with it: zeros change no sum, and its products do
-not depend on the other columns. An expert that rows of several eights chose is read for
-each. A row that has an expert twice takes its pairs in turn.
+Columns without a pair hold what was there before: no column of a product depends on
+another, and they are not stored. An expert with more than eight pairs is read again,
+from L2. A pair's bits depend on its h and expert alone.
+
+One warp and not several share an item, since all of them have work: one row of K3 at TP
+16 makes 896 items. Dealt out by the experts' ids, which keeps a row's sum in registers,
+the warps of a step had very different amounts (eight rows: up to a third more than the
+mean), and every eight rows read their experts for themselves.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
     CHUNK,
     PAIRS,
-    PITCH,
     ROW_BYTES,
-    SCALES_AT,
-    SLOT_BYTES,
     TILES,
-    TOKENS_AT,
     after,
     product,
     put,
@@ -46,33 +44,39 @@ from verify_kernels.moe.device import (
     read_factors,
     word,
 )
+from verify_kernels.moe.experts import CTAS_PER_SM
 from verify_kernels.moe.layout import (
     BLOCK_BYTES,
+    COLUMNS,
     ROWS,
     STEPS_OF_GROUP,
     filled_columns,
     filled_rows,
+    parts_of,
 )
-from verify_kernels.moe.mxfp4 import GROUP
 
-CTAS = 2
-#: Parts of the experts in a CTA, and in all.
-OWN_PARTS = 4
-PARTS = CTAS * OWN_PARTS
-#: Columns of a row that one CTA finishes.
-HALF = ROWS // CTAS
-#: Steps that a warp has room for; all but one are under way.
+#: Of a CTA, of which an SM holds two.
+WARPS = 8
+THREADS = 32 * WARPS
+#: Groups of 32 columns in a step, and blocks.
+GROUPS = 2
+BLOCKS = GROUPS * STEPS_OF_GROUP
+#: A step in shared memory: blocks, the pairs' h, the scales.
+TOKENS_AT = BLOCK_BYTES * BLOCKS
+SCALES_AT = TOKENS_AT + GROUPS * PAIRS * ROW_BYTES
+SLOT_BYTES = SCALES_AT + GROUPS * ROWS
+#: Steps that a warp has room for, at most; all but one are under way.
 RING = 3
 
 
 class ExpertsDownKernel:
-    """For up to 64 rows.
+    """For any number of rows and experts.
 
     Args:
         latent: L, rows of the second matrix, a multiple of 64.
-        inner: I, columns, a multiple of 32.
-        experts: E, experts that there are, a multiple of 8.
-        top_k: K, a power of two.
+        inner: I, columns, a multiple of 64.
+        experts: E, experts that there are.
+        top_k: K.
         held: columns that the layer has, I and then zeros.
     """
 
@@ -93,34 +97,31 @@ class ExpertsDownKernel:
     def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
         self.latent = latent
         self.inner = inner
-        self.experts = experts
-        self.k_bits = top_k.bit_length() - 1
-        groups = inner // GROUP
-        #: Warps of a part, and steps of an expert that one has.
-        self.sharing = next(n for n in (6, 4, 2, 1) if groups % n == 0)
-        self.steps = groups // self.sharing
-        self.warps = OWN_PARTS * self.sharing
-        self.threads = 32 * self.warps
+        self.parts = parts_of(inner)
+        #: Columns of a part.
+        self.columns = inner // self.parts
+        steps = self.columns // (COLUMNS * BLOCKS)
+        self.ring = max(n for n in range(1, RING + 1) if steps % n == 0)
+        #: A place is asked for anew one step later, or if it is the only one, at once.
+        self.lag = min(self.ring - 1, 1)
+        self.laps = steps // self.ring
+        #: Groups of latent columns; items of an expert.
+        self.groups = latent // ROWS
+        self.items = self.groups * self.parts
         self.rows = filled_rows(latent)
-        self.expert_groups = filled_columns(held) // GROUP
+        self.expert_blocks = filled_columns(held) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
-        #: Experts that eight rows can have.
-        self.most = min(PAIRS * top_k, experts)
-        # Shared memory: a barrier; the warps' steps, and their sums once these are
-        # done; what the other CTA sends; of the rows' experts each one's pair of each
-        # row, the id, how many pairs it has of a row at most, and where they begin and
-        # end; all pairs; the warps' counts.
-        self.own_at = 16
-        self.inbox_at = self.own_at + self.warps * RING * SLOT_BYTES
-        self.table_at = self.inbox_at + 4 * PAIRS * HALF
-        self.list_at = self.table_at + 4 * PAIRS * self.most
-        self.times_at = self.list_at + 4 * self.most
-        self.start_at = self.times_at + 4 * self.most
-        self.stop_at = self.start_at + 4 * self.most
         self.pairs = MAX_ROWS * top_k
-        self.pairs_at = self.stop_at + 4 * self.most
-        self.counts_at = self.pairs_at + 4 * self.pairs
-        self.shared_bytes = self.counts_at + 4 * self.warps
+        # Shared memory: the warps' steps; the plan, filled up.
+        sizes = (experts, experts + 1, self.pairs)
+        self.plan_sizes = sizes
+        self.plan_at = []
+        end = WARPS * SLOT_BYTES * self.ring
+        for size in sizes:
+            self.plan_at.append(end)
+            end += 4 * THREADS * -(-size // THREADS)
+        self.experts_at, self.offsets_at, self.pairs_at = self.plan_at
+        self.shared_bytes = end
 
     @cute.jit
     def __call__(
@@ -132,18 +133,18 @@ class ExpertsDownKernel:
         offsets: cute.Tensor,
         pairs: cute.Tensor,
         counts: cute.Tensor,
-        out: cute.Tensor,  # bf16 [M, L], rows at any distance
+        out: cute.Tensor,  # fp32 [parts, 64 K, L]
+        ctas: Int32,
         pdl: Int32,
         stream,
     ):
         self.kernel(x, words, scales, experts, offsets, pairs, counts, out).launch(
-            grid=[CTAS * (self.latent // ROWS), (out.shape[0] + PAIRS - 1) // PAIRS, 1],
-            block=[self.threads, 1, 1],
-            cluster=[CTAS, 1, 1],
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=100,
         )
 
@@ -160,265 +161,237 @@ class ExpertsDownKernel:
         out: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        number, eight, _ = cute.arch.block_idx()
-        rank = number & 1
-        group = number >> 1
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         warp = thread >> 5
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
-        first_row = PAIRS * eight
-        rows = cutlass.min(out.shape[0] - first_row, PAIRS)
-        if thread == 0:
-            barrier = cute.make_ptr(
-                cutlass.Int64, base, cute.AddressSpace.smem, assumed_align=8
-            )
-            cute.arch.mbarrier_init(barrier, 1)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * HALF * rows)
-        cute.arch.cluster_arrive_relaxed()
-        for i in cutlass.range(thread, 2 * self.most, self.threads, unroll=1):
-            ptx.store_shared_128_if(
-                base + self.table_at + 16 * i, Int32(1), (Int32(-1),) * 4
-            )
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        used = self.tabulate(base, experts, offsets, pairs, counts, first_row, thread)
-        part = warp // self.sharing
-        first_group = (warp - self.sharing * part) * self.steps
-        before, own = self.deal(base, used, lane, rank * OWN_PARTS + part)
-        at = words.iterator.toint() + BLOCK_BYTES * group + CHUNK * lane
-        at = at + STEPS_OF_GROUP * self.step_bytes * first_group
-        scales_at = scales.iterator.toint() + ROWS * group + CHUNK * lane
-        scales_at = scales_at + self.rows * first_group
-        source = x.iterator.toint() + ROW_BYTES * first_group + CHUNK * (lane & 3)
+        used = counts[0]
+        self.copy_plan(base, (experts, offsets, pairs), thread)
+        cute.arch.sync_threads()
+        items = used * self.items
         # 0, which the compiler does not know.
         zero = used >> 31
-        self.multiply(
-            base, before, own * self.steps, at, scales_at, source, warp, lane, zero,
-        )  # fmt: skip
-        cute.arch.cluster_wait()
-        cute.arch.sync_threads()
-        self.exchange(base, rows, rank, thread)
-        ptx.wait_cluster(base, 0)
-        self.store(base, rows, first_row, rank, group, thread, out)
-
-    @cute.jit
-    def tabulate(self, base, experts, offsets, pairs, counts, first_row, thread):
-        """Of each expert of these rows, ascending, the id, the pair of each row, the
-        first if there are several, and how many there are of a row at most. Returns how
-        many experts they are."""
-        lane = thread & 31
-        warp = thread >> 5
-        total = counts[0]
-        # Ahead of the first barrier, so that all of it is under way at once.
-        begin, end, expert = self.expert_at(experts, offsets, thread)
-        for i in cutlass.range_constexpr(-(-self.pairs // self.threads)):
-            at = self.threads * i + thread
-            if at < self.pairs:
-                put(base + self.pairs_at + 4 * at, pairs[at])
-        cute.arch.sync_threads()
-        used = Int32(0)
-        for first in cutlass.range(0, total, self.threads, unroll=1):
-            index = first + thread
-            end = cutlass.select_(index < total, end, begin)
-            # Pairs of an expert are there by rows, those of a row side by side.
-            start = begin
-            stop = begin
-            for i in cutlass.range(begin, end, unroll=1):
-                row = self.row_at(base, i) - first_row
-                start = start + Int32(row < 0)
-                stop = stop + Int32(row < PAIRS)
-            votes = cute.arch.vote_ballot_sync(start < stop)
-            put(base + self.counts_at + 4 * warp, cute.arch.popc(votes))
-            cute.arch.sync_threads()
-            place = used + cute.arch.popc(votes & ((1 << lane) - 1))
-            for w in cutlass.range_constexpr(self.warps):
-                count = word(base + self.counts_at + 4 * w)
-                place = place + cutlass.select_(w < warp, count, Int32(0))
-                used = used + count
-            if start < stop:
-                last = Int32(-1)
-                run = Int32(0)
-                most = Int32(1)
-                for i in cutlass.range(start, stop, unroll=1):
-                    pair = word(base + self.pairs_at + 4 * i)
-                    row = self.row_at(base, i) - first_row
-                    run = cutlass.select_(row == last, run + 1, Int32(1))
-                    most = cutlass.max(most, run)
-                    if row != last:
-                        put(base + self.table_at + 4 * (PAIRS * place + row), pair)
-                    last = row
-                put(base + self.list_at + 4 * place, expert)
-                put(base + self.times_at + 4 * place, most)
-                put(base + self.start_at + 4 * place, start)
-                put(base + self.stop_at + 4 * place, stop)
-            begin, end, expert = self.expert_at(experts, offsets, index + self.threads)
-            cute.arch.sync_threads()
-        return used
-
-    @cute.jit
-    def expert_at(self, experts, offsets, index):
-        """Where the pairs of the ``index``-th distinct expert begin and end, and its
-        id; another's if there are not so many experts."""
-        index = cutlass.min(index, self.experts - 1)
-        return offsets[index], offsets[index + 1], experts[index]
-
-    def row_at(self, base, i):
-        """Row of the ``i``-th pair."""
-        return word(base + self.pairs_at + 4 * i) >> self.k_bits
-
-    @cute.jit
-    def deal(self, base, used, lane, part):
-        """Of the ``used`` distinct experts, how many have ids before those of a part of
-        all ids, and how many have ids in it."""
-        before = Int32(0)
-        own = Int32(0)
-        bound = part * (self.experts // PARTS)
-        for i in cutlass.range(lane, used, 32, unroll=1):
-            over = word(base + self.list_at + 4 * i) - bound
-            before = before + Int32(over < 0)
-            own = own + Int32((over >= 0) & (over < self.experts // PARTS))
-        for offset in (16, 8, 4, 2, 1):
-            before = before + cute.arch.shuffle_sync_bfly(before, offset=offset)
-            own = own + cute.arch.shuffle_sync_bfly(own, offset=offset)
-        return before, own
-
-    @cute.jit
-    def multiply(self, base, before, steps, at, scales_at, source, warp, lane, zero):
-        """A warp's sums, which are left in shared memory."""
-        own = base + self.own_at + RING * SLOT_BYTES * warp
-        tokens = cute.make_rmem_tensor((4,), Int32)
+        to = base + SLOT_BYTES * self.ring * warp
+        # One item of every CTA before the second of any.
+        first = block + ctas * warp
+        step = ctas * WARPS
+        there = first < items
+        at, scales_at, part, group, begin, count = self.place(
+            base, words, scales, first, there, lane
+        )
+        row, own = self.row_of(base, x, part, begin, count, Int32(0), lane)
+        if there:
+            for q in cutlass.range_constexpr(self.ring - self.lag):
+                self.request(to, q, q, at, scales_at, row, own, lane)
         total = cute.make_rmem_tensor((4 * TILES,), Float32)
-        total.fill(0.0)
-        for d in cutlass.range_constexpr(RING - 1):
-            self.ask(
-                own + SLOT_BYTES * d, base, before, Int32(d), steps, at, scales_at,
-                source, lane,
-            )  # fmt: skip
-        slot = own
-        used = own + SLOT_BYTES * (RING - 1)
-        for step in cutlass.range(steps, unroll=1):
-            ptx.wait_copies(RING - 2)
-            cute.arch.sync_warp()
-            factors = read_factors(slot, SCALES_AT, lane)
-            loaded = ptx.load_shared_128(slot + CHUNK * lane, TOKENS_AT)
-            for i in cutlass.range_constexpr(4):
-                tokens[i] = loaded[i]
-            # The step before has been multiplied when its sums are there.
-            self.ask(
-                used + after(self.sums_of(total), zero), base, before, step + RING - 1,
-                steps, at, scales_at, source, lane,
-            )  # fmt: skip
-            index = before + step // self.steps
-            times = word(base + self.times_at + 4 * index)
-            for time in cutlass.range(times, unroll=1):
-                if time > 0:
-                    pair = self.later_pair(base, index, time, lane)
-                    row = self.row_of(source, pair, step)
-                    loaded = ptx.load_global_128_if(
-                        row, Int32(pair >= 0), 0, (Int32(0),) * 4
-                    )
-                    for i in cutlass.range_constexpr(4):
-                        tokens[i] = loaded[i]
-                acc = self.sums_of(total)
-                for b in cutlass.range_constexpr(STEPS_OF_GROUP):
-                    h = (tokens[2 * b], tokens[2 * b + 1])
-                    block = read_block(slot, BLOCK_BYTES * b, lane)
-                    acc = product(acc, block, h, factors)
-                for j in cutlass.range_constexpr(TILES):
-                    for i in cutlass.range_constexpr(4):
-                        total[4 * j + i] = acc[j][i]
-            used = slot
-            slot = slot + SLOT_BYTES
-            slot = cutlass.select_(slot == own + SLOT_BYTES * RING, own, slot)
-        cute.arch.sync_warp()
-        sums = own + 4 * (lane >> 2)
-        for j in cutlass.range_constexpr(TILES):
-            for i in cutlass.range_constexpr(4):
-                token = 2 * (lane & 3) + i % 2
-                to = sums + 4 * PITCH * token + 4 * (16 * j + 8 * (i // 2))
-                ptx.store_shared_f32(to, total[4 * j + i])
+        free = to
+        for item in cutlass.range(first, items, step, unroll=1):
+            there = item + step < items
+            next_at, next_scales_at, next_part, next_group, next_begin, next_count = (
+                self.place(base, words, scales, item + step, there, lane)
+            )
+            for column in cutlass.range(0, count, PAIRS, unroll=1):
+                # Next come the other pairs of this item, or the next one.
+                again = column + PAIRS < count
+                next_row, next_own = self.row_of(
+                    base,
+                    x,
+                    cutlass.select_(again, part, next_part),
+                    cutlass.select_(again, begin, next_begin),
+                    cutlass.select_(again, count, next_count),
+                    cutlass.select_(again, column + PAIRS, Int32(0)),
+                    lane,
+                )
+                free = self.multiply(
+                    total, to, free, at, scales_at, row, own,
+                    cutlass.select_(again, at, next_at),
+                    cutlass.select_(again, scales_at, next_scales_at), next_row,
+                    next_own, there | again, zero, lane,
+                )  # fmt: skip
+                self.store(base, total, out, part, group, begin, column, count, lane)
+                row = next_row
+                own = next_own
+            at = next_at
+            scales_at = next_scales_at
+            part = next_part
+            group = next_group
+            begin = next_begin
+            count = next_count
 
-    def sums_of(self, total):
-        """Four sums of each tile."""
-        return [tuple(total[4 * j + i] for i in range(4)) for j in range(TILES)]
+    def copy_plan(self, base, tensors, thread):
+        """The plan's lists to shared memory, all of it under way at once."""
+        copies = []
+        for tensor, size, to in zip(
+            tensors, self.plan_sizes, self.plan_at, strict=True
+        ):
+            for first in range(0, size, THREADS):
+                index = first + thread
+                value = tensor[cutlass.min(index, size - 1)]
+                copies.append((base + to + 4 * index, value))
+        for copy in copies:
+            put(*copy)
 
     @cute.jit
-    def ask(self, to, base, before, step, steps, at, scales_at, source, lane):
-        """Copies of a step, if there is such a step."""
-        live = Int32(step < steps)
-        step = cutlass.select_(step < steps, step, Int32(0))
-        index = cutlass.select_(steps > 0, before + step // self.steps, Int32(0))
-        expert = word(base + self.list_at + 4 * index)
-        group = expert * self.expert_groups + step % self.steps
-        words_at = at + Int64(STEPS_OF_GROUP * self.step_bytes) * group
+    def place(self, base, words, scales, item, there, lane):
+        """Where a lane's blocks and scales of an item begin, its part and group, where
+        its pairs begin and how many they are; those of another if that is not there."""
+        item = cutlass.select_(there, item, Int32(0))
+        index = Int32(Uint32(item) // Uint32(self.items))
+        rest = item - self.items * index
+        part = Int32(Uint32(rest) // Uint32(self.groups))
+        group = rest - self.groups * part
+        expert = cutlass.max(word(base + self.experts_at + 4 * index), Int32(0))
+        begin = word(base + self.offsets_at + 4 * index)
+        count = word(base + self.offsets_at + 4 * index + 4) - begin
+        first = expert * self.expert_blocks + (self.columns // COLUMNS) * part
+        at = words.iterator.toint() + Int64(self.step_bytes) * first
+        at = at + BLOCK_BYTES * group + CHUNK * lane
+        scales_at = scales.iterator.toint() + Int64(self.rows) * (first >> 1)
+        # Lanes 0 .. 3 have the first group's, the next four the second's.
+        scales_at = scales_at + self.rows * ((lane >> 2) & 1)
+        scales_at = scales_at + ROWS * group + CHUNK * (lane & 3)
+        return at, scales_at, part, group, begin, count
+
+    @cute.jit
+    def row_of(self, base, x, part, begin, count, column, lane):
+        """Where this lane's part of a pair's h begins, of an item's eight pairs from
+        ``column`` on, and whether there is such a pair."""
+        mine = column + (lane >> 2)
+        there = mine < count
+        place = begin + cutlass.select_(there, mine, Int32(0))
+        pair = cutlass.max(word(base + self.pairs_at + 4 * place), Int32(0))
+        row = x.iterator.toint() + Int64(2 * self.inner) * pair
+        row = row + 2 * self.columns * part + CHUNK * (lane & 3)
+        return row, Int32(there)
+
+    @cute.jit
+    def request(
+        self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, at, scales_at, row,
+        own, lane,
+    ):  # fmt: skip
+        """Copies of the q-th step from there on."""
         mine = to + CHUNK * lane
-        for b in cutlass.range_constexpr(STEPS_OF_GROUP):
+        place = SLOT_BYTES * slot
+        always = Int32(1)
+        for b in cutlass.range_constexpr(BLOCKS):
             ptx.copy_async_128_if(
-                mine, words_at, live, BLOCK_BYTES * b, self.step_bytes * b
-            )
-        pair = word(base + self.table_at + 4 * (PAIRS * index + (lane >> 2)))
-        row = self.row_of(source, pair, step)
-        size = cutlass.select_(pair >= 0, Int32(CHUNK), Int32(0))
-        ptx.copy_async_128_if(mine, row, live, TOKENS_AT, size=size)
-        exponents_at = scales_at + Int64(self.rows) * group
-        live = live & Int32(lane < ROWS // CHUNK)
-        ptx.copy_async_128_if(mine, exponents_at, live, SCALES_AT)
+                mine, at, always, place + BLOCK_BYTES * b,
+                self.step_bytes * (BLOCKS * q + b),
+            )  # fmt: skip
+        for i in cutlass.range_constexpr(GROUPS):
+            ptx.copy_async_128_if(
+                mine, row, own, place + TOKENS_AT + PAIRS * ROW_BYTES * i,
+                ROW_BYTES * (GROUPS * q + i),
+            )  # fmt: skip
+        ptx.copy_async_128_if(
+            mine, scales_at, Int32(lane < GROUPS * ROWS // CHUNK), place + SCALES_AT,
+            self.rows * GROUPS * q,
+        )  # fmt: skip
         ptx.commit_copies()
 
     @cute.jit
-    def later_pair(self, base, index, time, lane):
-        """The pair of this lane's row and an expert behind ``time`` others, or -1."""
-        found = Int32(-1)
-        seen = Int32(0)
-        first = word(base + self.table_at + 4 * (PAIRS * index + (lane >> 2)))
-        start = word(base + self.start_at + 4 * index)
-        stop = word(base + self.stop_at + 4 * index)
-        for i in cutlass.range(start, stop, unroll=1):
-            if (first >= 0) & (self.row_at(base, i) == (first >> self.k_bits)):
-                pair = word(base + self.pairs_at + 4 * i)
-                found = cutlass.select_(seen == time, pair, found)
-                seen = seen + 1
-        return found
+    def multiply(
+        self, total, to, free, at, scales_at, row, own, next_at, next_scales_at,
+        next_row, next_own, more, zero, lane,
+    ):  # fmt: skip
+        """This warp's sums of eight pairs. A step that was used makes way for a later
+        one, or if there is more to multiply, one of the first of that. Returns the
+        warp's place, known when the last products are."""
+        total.fill(0.0)
+        for lap in cutlass.range(self.laps, unroll=1):
+            last = lap == self.laps - 1
+            then_at = at + self.step_bytes * BLOCKS * self.ring
+            then_at = cutlass.select_(last, next_at, then_at)
+            then_scales_at = scales_at + self.rows * GROUPS * self.ring
+            then_scales_at = cutlass.select_(last, next_scales_at, then_scales_at)
+            then_row = row + ROW_BYTES * GROUPS * self.ring
+            then_row = cutlass.select_(last, next_row, then_row)
+            then_own = cutlass.select_(last, next_own, own)
+            goes_on = more | (lap < self.laps - 1)
+            for q in cutlass.range_constexpr(self.ring):
+                place = SLOT_BYTES * q
+                ptx.wait_copies(max(self.ring - 1 - self.lag, 0))
+                cute.arch.sync_warp()
+                tokens = [
+                    ptx.load_shared_128(
+                        to + CHUNK * lane, place + TOKENS_AT + PAIRS * ROW_BYTES * i
+                    )
+                    for i in range(GROUPS)
+                ]
+                factors = [
+                    read_factors(to, place + SCALES_AT + ROWS * i, lane)
+                    for i in range(GROUPS)
+                ]
+                blocks = [
+                    read_block(to, place + BLOCK_BYTES * b, lane) for b in range(BLOCKS)
+                ]
+                if cutlass.const_expr(self.lag == 1):
+                    self.ask(
+                        free, q, at, scales_at, row, own, then_at, then_scales_at,
+                        then_row, then_own, goes_on, lane,
+                    )  # fmt: skip
+                acc = [tuple(total[4 * j + i] for i in range(4)) for j in range(TILES)]
+                for b in cutlass.range_constexpr(BLOCKS):
+                    i = b // STEPS_OF_GROUP
+                    half = 2 * (b % STEPS_OF_GROUP)
+                    acc = product(
+                        acc, blocks[b], tokens[i][half : half + 2], factors[i]
+                    )
+                for j in cutlass.range_constexpr(TILES):
+                    for i in cutlass.range_constexpr(4):
+                        total[4 * j + i] = acc[j][i]
+                # The place is free when the products are there, which need what was
+                # read.
+                free = to + after(acc, zero)
+                if cutlass.const_expr(self.lag == 0):
+                    self.ask(
+                        free, q, at, scales_at, row, own, then_at, then_scales_at,
+                        then_row, then_own, goes_on, lane,
+                    )  # fmt: skip
+            at = then_at
+            scales_at = then_scales_at
+            row = then_row
+            own = then_own
+        return free
 
     @cute.jit
-    def row_of(self, source, pair, step):
-        """Where this lane's part of a pair's h of a step begins."""
-        at = source + Int64(2 * self.inner) * cutlass.max(pair, Int32(0))
-        return at + ROW_BYTES * (step % self.steps)
-
-    def total(self, base, token, quad):
-        """The warps' sums of four columns of a row, in order."""
-        at = base + self.own_at + 4 * PITCH * token + 16 * quad
-        value = ptx.load_shared_f32x4(at)
-        for w in range(1, self.warps):
-            part = ptx.load_shared_f32x4(at, RING * SLOT_BYTES * w)
-            value = tuple(a + b for a, b in zip(value, part, strict=True))
-        return value
-
-    @cute.jit
-    def exchange(self, base, rows, rank, thread):
-        """Sends the other CTA the sums of its columns."""
-        other = 1 - rank
-        for i in cutlass.range(thread, rows * (HALF // 4), self.threads, unroll=1):
-            token = i // (HALF // 4)
-            quad = i % (HALF // 4)
-            value = self.total(base, token, other * (HALF // 4) + quad)
-            there = base + self.inbox_at + 4 * HALF * token + 16 * quad
-            ptx.store_remote_f32x4(there, value, base, other)
+    def ask(
+        self, free, q: cutlass.Constexpr, at, scales_at, row, own, then_at,
+        then_scales_at, then_row, then_own, goes_on, lane,
+    ):  # fmt: skip
+        """Copies to the place that is free in the q-th step of a lap."""
+        new = q - self.lag + self.ring
+        slot = new % self.ring
+        if cutlass.const_expr(new < self.ring):
+            self.request(free, slot, new, at, scales_at, row, own, lane)
+        else:
+            first = new - self.ring
+            if goes_on:
+                self.request(
+                    free, slot, first, then_at, then_scales_at, then_row, then_own, lane
+                )
+            else:
+                ptx.commit_copies()
 
     @cute.jit
-    def store(self, base, rows, first_row, rank, group, thread, out):
-        """Both CTAs' sums of this one's columns."""
-        for i in cutlass.range(thread, rows * (HALF // 4), self.threads, unroll=1):
-            token = i // (HALF // 4)
-            quad = i % (HALF // 4)
-            own = self.total(base, token, rank * (HALF // 4) + quad)
-            there = base + self.inbox_at + 4 * HALF * token + 16 * quad
-            other = ptx.load_shared_f32x4(there)
-            # Of two numbers the sum is the same in either order.
-            column = ROWS * group + HALF * rank + 4 * quad
-            for j in cutlass.range_constexpr(4):
-                out[first_row + token, column + j] = (own[j] + other[j]).to(BFloat16)
+    def store(self, base, total, out, part, group, begin, column, count, lane):
+        """A lane has two pairs' sums, of rows g and g + 8 of each tile."""
+        for i in cutlass.range_constexpr(2):
+            mine = column + 2 * (lane & 3) + i
+            if mine < count:
+                pair = word(base + self.pairs_at + 4 * (begin + mine))
+                at = Int64(self.latent) * (self.pairs * part + pair)
+                at = out.iterator.toint() + 4 * at + 4 * (ROWS * group + (lane >> 2))
+                pointer = cute.make_ptr(
+                    Float32, at, cute.AddressSpace.gmem, assumed_align=4
+                )
+                sums = cute.make_tensor(
+                    pointer, cute.make_layout((2, TILES), stride=(8, 16))
+                )
+                for j in cutlass.range_constexpr(TILES):
+                    for half in cutlass.range_constexpr(2):
+                        sums[half, j] = total[4 * j + 2 * half + i]

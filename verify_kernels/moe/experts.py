@@ -26,6 +26,7 @@ from verify_kernels.moe.layout import (
     filled_rows,
     pack,
     pack_stacked,
+    parts_of,
 )
 from verify_kernels.moe.mxfp4 import GROUP, Mxfp4
 
@@ -41,7 +42,7 @@ FORMS = (
 )
 #: Of an SM.
 REGISTERS = 65536
-#: CTAs of the first half that an SM holds.
+#: CTAs of a half that an SM holds.
 CTAS_PER_SM = 2
 #: Items up to which its CTAs may have SMs alone, if a GPU has so many pairs of SMs.
 ALONE = 66
@@ -159,6 +160,45 @@ class ExpertBank:
             return "up_alone", items
         return "up", min(items, CTAS_PER_SM * sms // 2)
 
+    def second_half(self, sms: int, pairs: int) -> int:
+        """CTAs: as many as fit a GPU, or have a warp with work if no two pairs share an
+        expert."""
+        items = pairs * parts_of(self.inner) * (self.latent // ROWS)
+        return min(items, CTAS_PER_SM * sms)
+
+
+@dataclass(frozen=True)
+class ExpertWorkspace:
+    """What the launches hand on; any layer's, one after the other.
+
+    Attributes:
+        inner: bf16 [64 K, I], h of the pairs.
+        sums: fp32 [parts of I, 64 K, L], what the pairs add to their rows.
+    """
+
+    inner: Tensor
+    sums: Tensor
+
+    @classmethod
+    def allocate(
+        cls, latent: int, inner: int, top_k: int, device: torch.device | str
+    ) -> ExpertWorkspace:
+        """For any step of a model; nothing in it is valid yet."""
+        pairs = MAX_ROWS * top_k
+        return cls(
+            torch.empty(pairs, inner, dtype=torch.bfloat16, device=device),
+            torch.empty(parts_of(inner), pairs, latent, device=device),
+        )
+
+    def arguments(self, bank: ExpertBank, top_k: int) -> list[Argument]:
+        """To be checked."""
+        pairs = MAX_ROWS * top_k
+        sums = (parts_of(bank.inner), pairs, bank.latent)
+        return [
+            ("space.inner", self.inner, torch.bfloat16, (pairs, bank.inner), 0, 16),
+            ("space.sums", self.sums, torch.float32, sums, 0, 16),
+        ]
+
 
 def words_shape(experts: int, rows: int, columns: int) -> tuple[int, ...]:
     """Of matrices of N rows and K columns, filled up."""
@@ -209,21 +249,46 @@ def _down_arguments(
     latent: int, inner: int, experts: int, top_k: int, held: int
 ) -> Sequence[Any]:
     import cutlass
-    import cutlass.cute as cute
     import cutlass.cute.runtime as rt
 
     return (
         fake(cutlass.BFloat16, (MAX_ROWS * top_k, inner), 0, 16),
         *_weights(experts, latent, held),
         *fake_plan(experts, top_k),
-        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 2),
+        fake(cutlass.Float32, (parts_of(inner), MAX_ROWS * top_k, latent), 0, 16),
+        cutlass.Int32(0),
         cutlass.Int32(0),
         rt.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
+def _combine_arguments(
+    latent: int, top_k: int, parts: int, norm: bool
+) -> Sequence[Any]:
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.cute.runtime as rt
+
+    return (
+        fake(cutlass.Float32, (parts, MAX_ROWS * top_k, latent), 0, 16),
+        fake(cutlass.Int32, (MAX_ROWS * top_k,), 0, 16),
+        fake(cutlass.BFloat16, (latent,), 0, 16) if norm else None,
+        fake(cutlass.BFloat16, (cute.sym_int(), latent), 1, 8),
+        cutlass.Float32(0.0),
+        cutlass.Int32(0),
+        rt.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def _combine_name(latent: int, top_k: int, parts: int, norm: bool) -> str:
+    return f"combine_l{latent}_k{top_k}_p{parts}{'_norm' if norm else ''}"
+
+
 def variants() -> list[Variant]:
-    """Both halves for every form in `FORMS`, the first also alone on an SM."""
+    """Both halves for every form in `FORMS`, the first also alone on an SM, and the sum
+    over the pairs, with and without a norm."""
+    from verify_kernels.moe.combine import CombineKernel
+    from verify_kernels.moe.down import THREADS as DOWN_THREADS
     from verify_kernels.moe.down import ExpertsDownKernel
     from verify_kernels.moe.up import THREADS, ExpertsUpKernel
 
@@ -241,19 +306,30 @@ def variants() -> list[Variant]:
         # The fewest items are those of one row.
         if not alone or shape[3] * (shape[1] // ROWS) <= ALONE
     ]
-    kernels = [ExpertsDownKernel(*shape, held) for shape, held in FORMS]
     second = [
         Variant(
             op="moe",
             name=_name("down", shape, held),
-            kernel=kernel,
+            kernel=ExpertsDownKernel(*shape, held),
             arguments=functools.partial(_down_arguments, *shape, held),
-            # In eights.
-            max_registers=REGISTERS // kernel.threads // 8 * 8,
+            max_registers=REGISTERS // (CTAS_PER_SM * DOWN_THREADS),
+            max_shared_bytes=113 * 1024,
         )
-        for kernel, (shape, held) in zip(kernels, FORMS, strict=True)
+        for shape, held in FORMS
     ]
-    return [*first, *second]
+    sums = dict.fromkeys((s[0], s[3], parts_of(s[1])) for s in SHAPES)
+    third = [
+        Variant(
+            op="moe",
+            name=_combine_name(*each, norm),
+            kernel=CombineKernel(*each, norm),
+            arguments=functools.partial(_combine_arguments, *each, norm),
+            max_shared_bytes=1024,
+        )
+        for each in sums
+        for norm in (False, True)
+    ]
+    return [*first, *second, *third]
 
 
 @functools.cache
@@ -267,21 +343,23 @@ def moe_experts(
     shares: Tensor,
     plan: ExpertPlan,
     bank: ExpertBank,
-    inner: Tensor,
+    space: ExpertWorkspace,
     out: Tensor | None = None,
     *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
     beta: float = SITU_BETA,
     linear_beta: float = SITU_LINEAR_BETA,
     pdl: bool = True,
 ) -> Tensor:
-    """This rank's weighted sum of the chosen experts; two launches.
+    """This rank's weighted sum of the chosen experts; three launches.
 
     The equations are in `verify_kernels.moe.reference` (`experts`): products of bf16
     rows with the exact MXFP4 weights in fp32, SiTU times the pair's share rounded to
-    bf16, the sum over the experts in fp32 in a fixed order, rounded once. Of the first
-    half every distinct expert's weights are read once, and again, from L2, for every
-    eight rows more that chose it; of the second for each eight rows of the step that
-    some of them chose it in. A row's bits do not depend on other rows or on M.
+    bf16, the sum over the experts in fp32 in the order of the row's choices, rounded
+    once; with a norm, RMSNorm of the rounded sum in fp32, rounded once. Every distinct
+    expert's weights are read once, and again, from L2, for every eight rows more that
+    chose it. A row's bits do not depend on other rows or on M.
 
     Args:
         latent: bf16 [M, L], M = 0 .. 64; rows may lie apart, at multiples of 16 bytes.
@@ -289,9 +367,12 @@ def moe_experts(
         plan: of the same rows, filled by `moe_route`: what it says is not checked.
             Rows without an expert give 0.
         bank: static.
-        inner: bf16 [64 K, I], workspace; its rows are those of the pairs.
-        out: bf16 [M, L], rows may lie apart, or None to allocate it. No output may
-            share memory with another argument.
+        space: workspace.
+        out: bf16 [M, L], rows may lie apart, at multiples of 8 bytes, or None to
+            allocate it. No output may share memory with another argument.
+        norm_weight: bf16 [L], static, of an RMSNorm that follows the sum, or None for
+            none. Not for a rank's part of the sum.
+        norm_eps: added to the mean square.
         beta, linear_beta: of SiTU.
         pdl: launch without waiting for earlier kernels to end; the kernels wait
             themselves.
@@ -331,9 +412,11 @@ def moe_experts(
         ("latent", latent, bf16, (rows, columns), 1, 16),
         ("shares", shares, torch.float32, (rows, top_k), 0, 16),
         *plan.arguments(bank.experts, top_k),
-        ("inner", inner, bf16, (MAX_ROWS * top_k, bank.inner), 0, 16),
-        ("out", out, bf16, (rows, columns), 1, 2),
+        *space.arguments(bank, top_k),
+        ("out", out, bf16, (rows, columns), 1, 8),
     ]
+    if norm_weight is not None:
+        arguments.append(("norm_weight", norm_weight, bf16, (columns,), 0, 16))
     check_all(arguments, device, "latent")
     if bank.up.words.device != device:
         raise ValueError(
@@ -348,20 +431,32 @@ def moe_experts(
             "there or use verify_kernels.moe.reference"
         )
     needed = (plan.experts, plan.offsets, plan.pairs, plan.counts)
-    half, clusters = bank.first_half(multiprocessors(device.index), rows * top_k)
+    sms = multiprocessors(device.index)
+    half, clusters = bank.first_half(sms, rows * top_k)
     _compiled(device.index, bank.variant_name(half, shape))(
         latent,
         bank.up.words,
         bank.up.scales,
         *needed,
         shares,
-        inner,
+        space.inner,
         beta,
         linear_beta,
         clusters,
         int(pdl),
     )
     _compiled(device.index, bank.variant_name("down", shape))(
-        inner, bank.down.words, bank.down.scales, *needed, out, int(pdl)
+        space.inner,
+        bank.down.words,
+        bank.down.scales,
+        *needed,
+        space.sums,
+        bank.second_half(sms, rows * top_k),
+        int(pdl),
+    )
+    norm = norm_weight is not None
+    name = _combine_name(bank.latent, top_k, parts_of(bank.inner), norm)
+    _compiled(device.index, name)(
+        space.sums, plan.pairs, norm_weight, out, norm_eps, int(pdl)
     )
     return out

@@ -38,6 +38,8 @@ BLOCK_BYTES = 512
 #: Groups of scales along K are two blocks wide.
 STEPS_OF_GROUP = GROUP // COLUMNS
 _ROWS_MULTIPLE, _COLUMNS_MULTIPLE = 256, 128
+#: Of a part: of K3 at TP 1 two, so that one row makes items for all warps of an H200.
+_PART_COLUMNS = 1536
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Blocks:
                 "contiguous, [E, K / 32, N]"
             )
         return cls(weight.unflatten(2, (-1, 128)), scale.view(torch.uint8))
+
+
+def parts_of(inner: int) -> int:
+    """Parts of I that the second half sums on their own."""
+    return max(inner // _PART_COLUMNS, 1)
 
 
 def whole_blocks(rows: int) -> int:

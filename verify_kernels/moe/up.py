@@ -41,12 +41,8 @@ from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
     CHUNK,
     PAIRS,
-    PITCH,
     ROW_BYTES,
-    SCALES_AT,
-    SLOT_BYTES,
     TILES,
-    TOKENS_AT,
     after,
     no_sums,
     product,
@@ -69,6 +65,13 @@ WARPS = 8
 THREADS = 32 * WARPS
 #: Dynamic shared memory of which an SM has no two.
 HALF_SHARED = 116 * 1024
+#: A group in shared memory: two blocks of weights, the pairs' rows, the scales.
+TOKENS_AT = BLOCK_BYTES * STEPS_OF_GROUP
+SCALES_AT = TOKENS_AT + PAIRS * ROW_BYTES
+SLOT_BYTES = SCALES_AT + ROWS
+#: Of the sums of a pair, in floats: lanes of a store, and quads of a load, meet all
+#: banks.
+PITCH = ROWS + 4
 #: Of a warp's sums.
 AREA = 4 * PAIRS * PITCH
 #: Of a place for what the other CTA sends.

@@ -172,8 +172,9 @@ def attn_res(
     call["out"] = torch.full((rows, hidden + 8), torch.nan).bfloat16()[:, :hidden]
     memory = GlobalMemory()
     parameters = []
+    has_extra = call.get("extra") is not None
     for name in variant.kernel.parameters:
-        tensor = call[name]
+        tensor = call[name] if name != "extra" or has_extra else call["delta"]
         address = memory.add(
             tensor,
             name,
@@ -184,6 +185,7 @@ def attn_res(
         parameters.append(tensor_argument(address, *open_extents))
     for name in ("eps", "output_norm_eps"):
         parameters.append(np.float32(arguments[name]).tobytes())
+    parameters.append(np.int32(has_extra).tobytes())
     launch(
         edit(ptx),
         memory,
