@@ -65,6 +65,7 @@ def describe(
     for kind, time in times.items():
         found.append(
             f"  {kind} layer ({time.layers} of them): {time.span_us:.2f} µs span, "
+            f"{time.mlp_us:.2f} µs of it the MLP's, "
             f"{time.busy_us:.2f} µs busy, {time.kernels:.1f} kernels, "
             f"{time.copies:.1f} copies, {time.collective_us:.2f} µs of collectives"
         )

@@ -241,10 +241,12 @@ def add_layers(
     gpu: str,
     times: Mapping[str, LayerTime],
 ) -> None:
-    """Lines for the layers of one batch size: span, busy time and kernels by kind."""
+    """Lines for the layers of one batch size: span, MLP, busy time and kernels by
+    kind."""
     for kind, time in times.items():
         values = {
             "layer_gpu_us": (time.span_us, "us"),
+            "layer_mlp_gpu_us": (time.mlp_us, "us"),
             "layer_busy_us": (time.busy_us, "us"),
             "layer_kernels": (time.kernels, "kernels"),
         }

@@ -9,6 +9,8 @@ replay as in eager mode. A kernel belongs to the layer in which it starts.
 Times of a layer, in microseconds:
 
 * span: from the start of its first mix to the start of the next layer's;
+* mlp: from the end of its second mix, which makes the MLP's normed input, to the end of
+  its last kernel; if the next mix adds the MLP's parts, without that;
 * busy: the union of its kernels' intervals. A kernel that starts early as a
   programmatic dependent counts from that start, so layers may share time: spans add up
   exactly, busy times need not.
@@ -68,6 +70,14 @@ class Step:
         follows = [*self.layers[index + 1 :], self.after][0]
         return follows[0].start - self.layers[index][0].start
 
+    def mlp_us(self, index: int) -> float:
+        """Microseconds from the end of the layer's second mix to that of its last
+        kernel."""
+        layer = self.layers[index]
+        mix = [i for i, kernel in enumerate(layer) if MIX.search(kernel.name)][1]
+        end = layer[mix].end
+        return max([kernel.end for kernel in layer[mix + 1 :]], default=end) - end
+
     @property
     def forward_span(self) -> float:
         """Microseconds from the first mix to the end of the last."""
@@ -92,6 +102,7 @@ class LayerTime:
 
     layers: int
     span_us: float
+    mlp_us: float
     busy_us: float
     kernels: float
     copies: float
@@ -204,6 +215,7 @@ def layer_times(steps: Sequence[Step], kinds: Sequence[str]) -> dict[str, LayerT
         found[kind] = LayerTime(
             layers=len(members),
             span_us=statistics.median(spans),
+            mlp_us=statistics.median(step.mlp_us(i) for step in steps for i in members),
             busy_us=statistics.median(map(busy_us, groups)),
             kernels=statistics.mean(
                 sum(not kernel.copy for kernel in group) for group in groups

@@ -36,6 +36,7 @@ def test_spans_busy_time_and_kernels_by_kind(tmp_path: Path, mix: str) -> None:
     for kind, time in times.items():
         mixing, attention, mlp = fake_gpu.LAYER[kind]
         assert time.span_us == pytest.approx(fake_gpu.SPANS[kind])
+        assert time.mlp_us == pytest.approx(sum(mlp))
         assert time.busy_us == pytest.approx(fake_gpu.SPANS[kind])
         assert time.kernels == 2 + len(attention) + len(mlp)
         assert time.copies == 0
@@ -63,6 +64,7 @@ def test_a_kernel_that_starts_early_keeps_spans_exact() -> None:
     assert step.layer_span(0) == 11.5
     time = segment.layer_times([step], ["dense"])["dense"]
     assert time.busy_us == 2 + (13 - 3)
+    assert time.mlp_us == 13 - 9
     assert time.names == {"a": (1, 5, 6), mix: (2, 4, 3), "b": (1, 4, 4)}
     assert list(time.names) == ["a", "b", mix]
 
@@ -117,7 +119,8 @@ def test_the_command_prints_and_records_both_targets(
     )
     text = capsys.readouterr().out
     assert code == 0
-    assert "kda layer (5 of them): 17.00 µs span, 17.00 µs busy, 6.0 kernels" in text
+    assert "kda layer (5 of them): 17.00 µs span, 7.00 µs of it the MLP's" in text
+    assert "17.00 µs busy, 6.0 kernels" in text
     assert "{'ours': 3}" in text
     found = [
         line

@@ -331,6 +331,7 @@ def test_the_command_writes_profiles_that_advise_takes(
         "step_wall_us",
         "distinct_experts",
         "layer_gpu_us",
+        "layer_mlp_gpu_us",
         "layer_busy_us",
         "layer_kernels",
     }

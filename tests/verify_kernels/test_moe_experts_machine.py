@@ -53,12 +53,8 @@ class Launch:
     cluster: Callable[[Any], int] = lambda kernel: 1
 
 
-def of_half(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda latent, inner, _, *form: kernel(latent, inner, *form)
-
-
 UP = Launch(
-    of_half(up.ExpertsUpKernel),
+    up.ExpertsUpKernel,
     experts._up_arguments,
     lambda kernel, rows: (6, 1, 1),
     lambda kernel: 2,

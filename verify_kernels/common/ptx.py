@@ -95,6 +95,25 @@ def load_shared_64(address, offset=0, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def load_shared_16(address, *, loc=None, ip=None):
+    """A 16-bit number of shared memory, with its sign, as an Int32. Clobber.
+
+    As an Int16 LLVM multiplies it in 16 bits.
+    """
+    out = asm(
+        T.i32(),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        "ld.shared.s16 $0, [$1];",
+        "=r,r",
+        effects=True,
+        clobber=True,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(out)
+
+
+@dsl_user_op
 def load_shared_f32x4(address, offset=0, *, loc=None, ip=None):
     """Four Float32 at a 16-byte aligned shared address. Clobber."""
     return _load("shared", 4, Float32, Int32(address), offset, loc, ip)

@@ -3,7 +3,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int16, Int32
 
 from verify_kernels.common import ptx
 from verify_kernels.moe.mxfp4 import GROUP
@@ -27,16 +27,73 @@ SHIFTS = 0x3F003F00
 SMALL = 0.25
 
 
+def place(address, kind):
+    """Of a number in shared memory."""
+    align = kind.width // 8
+    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(1))
+
+
 def word(address, kind=Int32):
     """A number in shared memory."""
-    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4)
-    return cute.make_tensor(pointer, cute.make_layout(1))[0]
+    return place(address, kind)[0]
 
 
 def put(address, value, kind=Int32):
     """Writes a number to shared memory."""
-    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4)
-    cute.make_tensor(pointer, cute.make_layout(1))[0] = value
+    place(address, kind)[0] = value
+
+
+class Plan:
+    """An `ExpertPlan` in shared memory, as 16-bit numbers.
+
+    Read from global memory item by item it holds every turn up by two latencies.
+
+    Args:
+        at: where it begins, from the CTA's shared memory on.
+        experts: E, experts that there are.
+        pairs: that there can be.
+        threads: of the CTA.
+    """
+
+    def __init__(self, at: int, experts: int, pairs: int, threads: int):
+        self._threads = threads
+        #: Of the distinct experts, where each one's pairs begin, and the pairs.
+        self._sizes = (experts, experts + 1, pairs)
+        self._places = []
+        for size in self._sizes:
+            self._places.append(at)
+            # Filled up, so that no store is conditional.
+            at += 2 * threads * -(-size // threads)
+        self.end = at
+
+    def copy(self, base, tensors, thread):
+        """From the three tensors, all of it under way at once; for all threads, and a
+        barrier must follow."""
+        copies = []
+        for tensor, size, to in zip(tensors, self._sizes, self._places, strict=True):
+            for first in range(0, size, self._threads):
+                index = first + thread
+                value = tensor[cutlass.min(index, size - 1)]
+                copies.append((base + to + 2 * index, value.to(Int16)))
+        for copy in copies:
+            put(*copy, Int16)
+
+    def expert(self, base, index):
+        """The ``index``-th distinct expert; 0 if there are not so many."""
+        return cutlass.max(self._number(base, 0, index), Int32(0))
+
+    def pairs_of(self, base, index):
+        """Where its pairs begin, and how many they are."""
+        begin = self._number(base, 1, index)
+        return begin, self._number(base, 1, index + 1) - begin
+
+    def pair(self, base, index):
+        """The pair there."""
+        return self._number(base, 2, index)
+
+    def _number(self, base, which, index):
+        return ptx.load_shared_16(base + self._places[which] + 2 * index)
 
 
 def read_block(address, offset, lane):

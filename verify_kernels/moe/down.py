@@ -37,12 +37,11 @@ from verify_kernels.moe.device import (
     PAIRS,
     ROW_BYTES,
     TILES,
+    Plan,
     after,
     product,
-    put,
     read_block,
     read_factors,
-    word,
 )
 from verify_kernels.moe.experts import CTAS_PER_SM
 from verify_kernels.moe.layout import (
@@ -112,16 +111,9 @@ class ExpertsDownKernel:
         self.expert_blocks = filled_columns(held) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         self.pairs = MAX_ROWS * top_k
-        # Shared memory: the warps' steps; the plan, filled up.
-        sizes = (experts, experts + 1, self.pairs)
-        self.plan_sizes = sizes
-        self.plan_at = []
-        end = WARPS * SLOT_BYTES * self.ring
-        for size in sizes:
-            self.plan_at.append(end)
-            end += 4 * THREADS * -(-size // THREADS)
-        self.experts_at, self.offsets_at, self.pairs_at = self.plan_at
-        self.shared_bytes = end
+        # Shared memory: the warps' steps; the plan.
+        self.plan = Plan(WARPS * SLOT_BYTES * self.ring, experts, self.pairs, THREADS)
+        self.shared_bytes = self.plan.end
 
     @cute.jit
     def __call__(
@@ -170,7 +162,7 @@ class ExpertsDownKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
-        self.copy_plan(base, (experts, offsets, pairs), thread)
+        self.plan.copy(base, (experts, offsets, pairs), thread)
         cute.arch.sync_threads()
         items = used * self.items
         # 0, which the compiler does not know.
@@ -222,19 +214,6 @@ class ExpertsDownKernel:
             begin = next_begin
             count = next_count
 
-    def copy_plan(self, base, tensors, thread):
-        """The plan's lists to shared memory, all of it under way at once."""
-        copies = []
-        for tensor, size, to in zip(
-            tensors, self.plan_sizes, self.plan_at, strict=True
-        ):
-            for first in range(0, size, THREADS):
-                index = first + thread
-                value = tensor[cutlass.min(index, size - 1)]
-                copies.append((base + to + 4 * index, value))
-        for copy in copies:
-            put(*copy)
-
     @cute.jit
     def place(self, base, words, scales, item, there, lane):
         """Where a lane's blocks and scales of an item begin, its part and group, where
@@ -244,10 +223,9 @@ class ExpertsDownKernel:
         rest = item - self.items * index
         part = Int32(Uint32(rest) // Uint32(self.groups))
         group = rest - self.groups * part
-        expert = cutlass.max(word(base + self.experts_at + 4 * index), Int32(0))
-        begin = word(base + self.offsets_at + 4 * index)
-        count = word(base + self.offsets_at + 4 * index + 4) - begin
-        first = expert * self.expert_blocks + (self.columns // COLUMNS) * part
+        first = self.plan.expert(base, index) * self.expert_blocks
+        first = first + (self.columns // COLUMNS) * part
+        begin, count = self.plan.pairs_of(base, index)
         at = words.iterator.toint() + Int64(self.step_bytes) * first
         at = at + BLOCK_BYTES * group + CHUNK * lane
         scales_at = scales.iterator.toint() + Int64(self.rows) * (first >> 1)
@@ -263,7 +241,7 @@ class ExpertsDownKernel:
         mine = column + (lane >> 2)
         there = mine < count
         place = begin + cutlass.select_(there, mine, Int32(0))
-        pair = cutlass.max(word(base + self.pairs_at + 4 * place), Int32(0))
+        pair = cutlass.max(self.plan.pair(base, place), Int32(0))
         row = x.iterator.toint() + Int64(2 * self.inner) * pair
         row = row + 2 * self.columns * part + CHUNK * (lane & 3)
         return row, Int32(there)
@@ -383,7 +361,7 @@ class ExpertsDownKernel:
         for i in cutlass.range_constexpr(2):
             mine = column + 2 * (lane & 3) + i
             if mine < count:
-                pair = word(base + self.pairs_at + 4 * (begin + mine))
+                pair = self.plan.pair(base, begin + mine)
                 at = Int64(self.latent) * (self.pairs * part + pair)
                 at = out.iterator.toint() + 4 * at + 4 * (ROWS * group + (lane >> 2))
                 pointer = cute.make_ptr(

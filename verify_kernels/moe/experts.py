@@ -296,7 +296,7 @@ def variants() -> list[Variant]:
         Variant(
             op="moe",
             name=_name("up_alone" if alone else "up", shape, held),
-            kernel=ExpertsUpKernel(*shape[:2], shape[3], held, alone=alone),
+            kernel=ExpertsUpKernel(*shape, held, alone=alone),
             arguments=functools.partial(_up_arguments, *shape, held),
             max_registers=255 if alone else REGISTERS // (CTAS_PER_SM * THREADS),
             max_shared_bytes=(227 if alone else 113) * 1024,

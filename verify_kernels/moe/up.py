@@ -35,14 +35,16 @@ Early loads: none; which weights are needed is known when routing has ended.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
+from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.moe.device import (
     CHUNK,
     PAIRS,
     ROW_BYTES,
     TILES,
+    Plan,
     after,
     no_sums,
     product,
@@ -88,6 +90,7 @@ class ExpertsUpKernel:
     Args:
         latent: L, columns of the input, a multiple of 256 up to 3584, or 128.
         inner: I, rows of gate and of up, a multiple of 64.
+        experts: E, experts that there are.
         top_k: K, a power of two.
         held: rows of each that the layer has, I and then zeros, a multiple of 64.
         alone: one CTA has an SM, for steps whose items are not more than that. Where
@@ -114,6 +117,7 @@ class ExpertsUpKernel:
         self,
         latent: int,
         inner: int,
+        experts: int,
         top_k: int,
         held: int,
         *,
@@ -141,11 +145,13 @@ class ExpertsUpKernel:
         self.expert_steps = filled_columns(latent) // COLUMNS
         self.step_bytes = BLOCK_BYTES * (self.rows // ROWS)
         # Shared memory: two barriers; the warps' groups; the warps' sums; two places
-        # for the other CTA's.
+        # for the other CTA's; the plan.
         self.groups_at = 16
         self.areas_at = self.groups_at + WARPS * SLOT_BYTES * self.ring
         self.inbox_at = self.areas_at + WARPS * AREA
-        self.shared_bytes = self.inbox_at + 2 * INBOX
+        pairs = MAX_ROWS * top_k
+        self.plan = Plan(self.inbox_at + 2 * INBOX, experts, pairs, THREADS)
+        self.shared_bytes = self.plan.end
         self.ctas_per_sm = CTAS_PER_SM
         if alone:
             self.ctas_per_sm = 1
@@ -225,37 +231,41 @@ class ExpertsUpKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         used = counts[0]
+        self.plan.copy(base, (experts, offsets, pairs), thread)
+        cute.arch.sync_threads()
         items = used * self.blocks
         # 0, which the compiler does not know.
         zero = used >> 31
         to = base + self.groups_at + SLOT_BYTES * self.ring * warp
         there = first < items
         at, scales_at, begin, count = self.place(
-            words, scales, experts, offsets, first, there, rank, warp, lane
+            base, words, scales, first, there, rank, warp, lane
         )
-        row, size = self.row_of(x, pairs, begin, count, Int32(0), warp, lane)
+        row, size = self.row_of(base, x, begin, count, Int32(0), warp, lane)
         for q in cutlass.range_constexpr(self.ring - self.lag):
             self.request(to, q, q, at, scales_at, row, size, Int32(there), lane)
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
         turn = Int32(0)
-        # Of the turn before: this thread's sums, its pair or -1, where its h goes.
+        # Of the turn before: this thread's sums, its pair or -1, its share, where its h
+        # goes.
         own = cute.make_rmem_tensor((4,), Float32)
         own.fill(0.0)
         pair = Int32(-1)
+        share = Float32(0.0)
         h_at = Int64(0)
         for item in cutlass.range(first, items, step, unroll=1):
             there = item + step < items
             next_at, next_scales_at, next_begin, next_count = self.place(
-                words, scales, experts, offsets, item + step, there, rank, warp, lane
+                base, words, scales, item + step, there, rank, warp, lane
             )
-            block = item % self.blocks
+            block = Int32(Uint32(item) % Uint32(self.blocks))
             for column in cutlass.range(0, count, PAIRS, unroll=1):
                 # Next come the other pairs of this item, or the next one.
                 again = column + PAIRS < count
                 next_row, next_size = self.row_of(
+                    base,
                     x,
-                    pairs,
                     cutlass.select_(again, begin, next_begin),
                     cutlass.select_(again, count, next_count),
                     cutlass.select_(again, column + PAIRS, Int32(0)),
@@ -270,8 +280,8 @@ class ExpertsUpKernel:
                 )  # fmt: skip
                 if turn > 0:
                     self.finish(
-                        base, turn - 1, own, pair, h_at, rank, lane, warp, weights,
-                        out, beta, linear,
+                        base, turn - 1, own, pair, share, h_at, rank, lane, warp, out,
+                        beta, linear,
                     )  # fmt: skip
                 # All have added what was there before.
                 cute.arch.sync_threads()
@@ -279,7 +289,8 @@ class ExpertsUpKernel:
                 cute.arch.sync_threads()
                 self.add(base, turn & 1, own, rank, lane, warp)
                 mine = column + warp
-                pair = pairs[begin + cutlass.min(mine, count - 1)]
+                pair = self.plan.pair(base, begin + cutlass.min(mine, count - 1))
+                share = weights[pair >> self.k_bits, pair & ((1 << self.k_bits) - 1)]
                 h_at = Int64(pair) * self.inner + ROWS * block
                 pair = cutlass.select_(mine < count, pair, Int32(-1))
                 turn = turn + 1
@@ -291,7 +302,7 @@ class ExpertsUpKernel:
             count = next_count
         if turn > 0:
             self.finish(
-                base, turn - 1, own, pair, h_at, rank, lane, warp, weights, out, beta,
+                base, turn - 1, own, pair, share, h_at, rank, lane, warp, out, beta,
                 linear,
             )  # fmt: skip
 
@@ -301,14 +312,13 @@ class ExpertsUpKernel:
         )
 
     @cute.jit
-    def place(self, words, scales, experts, offsets, item, there, rank, warp, lane):
+    def place(self, base, words, scales, item, there, rank, warp, lane):
         """Where a lane's blocks and scales of an item begin, and where its pairs begin
         and how many they are; those of another if that is not there."""
         item = cutlass.select_(there, item, Int32(0))
-        index = item // self.blocks
-        expert = cutlass.max(experts[index], Int32(0))
-        begin = offsets[index]
-        count = offsets[index + 1] - begin
+        index = Int32(Uint32(item) // Uint32(self.blocks))
+        expert = self.plan.expert(base, index)
+        begin, count = self.plan.pairs_of(base, index)
         block = item - index * self.blocks + self.up_block * rank
         step = Int64(expert) * self.expert_steps + self.steps * warp
         at = words.iterator.toint() + self.step_bytes * step
@@ -318,12 +328,12 @@ class ExpertsUpKernel:
         return at, scales_at + ROWS * block + CHUNK * lane, begin, count
 
     @cute.jit
-    def row_of(self, x, pairs, begin, count, column, warp, lane):
+    def row_of(self, base, x, begin, count, column, warp, lane):
         """Where this lane's part of a pair's row begins, of an item's eight pairs from
         ``column`` on, and the bytes there are of a chunk: none without a pair."""
         own = column + (lane >> 2)
         there = own < count
-        pair = pairs[begin + cutlass.select_(there, own, Int32(0))]
+        pair = self.plan.pair(base, begin + cutlass.select_(there, own, Int32(0)))
         row = Int64(2) * x.stride[0] * (cutlass.max(pair, Int32(0)) >> self.k_bits)
         row = x.iterator.toint() + row + 2 * COLUMNS * self.steps * warp
         size = cutlass.select_(there, Int32(CHUNK), Int32(0))
@@ -442,7 +452,7 @@ class ExpertsUpKernel:
 
     @cute.jit
     def finish(
-        self, base, turn, own, pair, h_at, rank, lane, warp, weights, out, beta, linear
+        self, base, turn, own, pair, share, h_at, rank, lane, warp, out, beta, linear
     ):
         """Four rows of a pair of a turn: this CTA's sums, the other's, h."""
         if (warp >> 2) == rank:
@@ -454,7 +464,6 @@ class ExpertsUpKernel:
                 there = base + self.inbox_at + INBOX * buffer
                 there = there + 4 * ROWS * (warp & 3) + 16 * lane
                 other = ptx.load_shared_f32x4(there)
-                share = weights[pair >> self.k_bits, pair & ((1 << self.k_bits) - 1)]
                 is_gate = rank == 0
                 h = []
                 for i in cutlass.range_constexpr(4):
