@@ -149,7 +149,8 @@ def routes() -> None:
 
 def experts() -> None:
     """A small shape: clusters without work, more than eight pairs of an expert, columns
-    without one. And K3's at TP 16: more items than clusters, an expert twice in a row.
+    without one. And K3's at TP 16: more items than clusters, an expert twice in a row;
+    with the norm too.
     The checks raise AssertionError."""
     small, large = ((128, 64, 16, 4), 64), ((3584, 192, 896, 16), 192)
     for (shape, held), rows, spread in (
@@ -169,6 +170,8 @@ def experts() -> None:
         expert_tests.check_errors(
             found.cuda(), latent, ids.cuda() % count, shares.cuda(), weights
         )
+        if rows > 1:
+            expert_tests.check_normed(expert_tests.on_gpu, shape, bank, 3, "cuda")
 
 
 def prefetches() -> None:

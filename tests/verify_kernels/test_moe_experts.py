@@ -376,6 +376,34 @@ def test_against_torch(shape: Shape, held: int) -> None:
         check_errors(found, latent, ids.cuda() % count, shares.cuda(), small)
 
 
+def check_normed(
+    run: Callable[..., None], shape: Shape, bank: ExpertBank, rows: int, device: str
+) -> None:
+    """The norm of the sum that there is without it, 0 for a row without experts; a row
+    has the bits that it has alone. Raises AssertionError."""
+    ids, shares = choice(shape, rows, 4)
+    ids[1] = -1
+    latent, shares = latent_rows(shape, rows, 4).to(device), shares.to(device)
+    g = torch.Generator().manual_seed(4)
+    weight = (1 + torch.rand(shape[0], generator=g)).bfloat16()
+
+    def normed(*arguments: Any) -> None:
+        run(*arguments, norm_weight=weight.to(device), norm_eps=1e-6)
+
+    summed = result(run, shape, bank, latent, ids, shares, device)
+    found = result(normed, shape, bank, latent, ids, shares, device)
+    check_norm(found, summed, weight, 1e-6)
+    assert not found[1].any() and found[0].any()
+    last = latent[-1:], ids[-1:], shares[-1:]
+    assert torch.equal(result(normed, shape, bank, *last, device), found[-1:])
+
+
+@pytest.mark.gpu
+@gpu_forms(3072)
+def test_the_sum_may_be_normed(shape: Shape, held: int) -> None:
+    check_normed(on_gpu, shape, some_experts(shape, held, 9, 16), 33, "cuda")
+
+
 @pytest.mark.gpu
 @gpu_forms(384)
 def test_rows_do_not_depend_on_batch_mates(shape: Shape, held: int) -> None:
