@@ -137,6 +137,14 @@ def validate(line: Mapping[str, Any]) -> None:
         )
 
 
+def _command() -> str:
+    """What was typed: a module by its name, else the program's."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None:
+        return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return " ".join(["python -m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+
+
 def _commit() -> str:
     try:
         found = subprocess.run(
@@ -180,7 +188,7 @@ class Recorder:
         self._common: Line = {
             "commit": commit or _commit(),
             "versions": {**_versions(), **(versions or {})},
-            "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": command or _command(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 

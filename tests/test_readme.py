@@ -13,7 +13,11 @@ from experiments import results
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+#: Without line breaks.
+FLOWED = " ".join(README.split())
 RECORDED = ROOT / "experiments" / "results" / "cpu"
+#: Drafts and batches of the table of steps.
+POINTS = ((0, 1), (0, 8), (7, 1), (7, 8))
 
 
 def test_results_table_is_the_recorded_run() -> None:
@@ -115,8 +119,8 @@ def test_step_table_is_the_recorded_run() -> None:
         found = [values[metric, kind, *at, side] for side in ("stock", "ours")]
         return " | ".join(f"{line['value']:.{digits}f} µs" for line in found)
 
-    for k, batch in ((0, 1), (0, 8), (7, 1), (7, 8)):
-        at = (k, batch)
+    for at in POINTS:
+        k, batch = at
         cells = [
             f"{k} | {batch} | {batch * (k + 1)}",
             us("step_gpu_us", None, at, 0),
@@ -124,6 +128,13 @@ def test_step_table_is_the_recorded_run() -> None:
             us("layer_gpu_us", "mla", at, 1),
         ]
         assert f"| {' | '.join(cells)} |" in README
+    halves = [
+        [values["layer_mlp_gpu_us", "kda", *at, side]["value"] for at in POINTS]
+        for side in ("stock", "ours")
+    ]
+    for side, said in zip(halves, ("{} of stock's KDA", "{} of ours"), strict=True):
+        listed = ", ".join(f"{us:.1f}" for us in side[:-1]) + f" and {side[-1]:.1f}"
+        assert said.format(listed + " µs" * (side is halves[0])) in FLOWED
     shares = results.read(ROOT / "experiments" / "results" / "h200" / "k3_tp1.jsonl")
     steps = {
         (x["shape"]["k"], x["shape"]["batch"], x["variant"]): x["value"]
@@ -137,3 +148,35 @@ def test_step_table_is_the_recorded_run() -> None:
     ]
     said = f"{', '.join(ratios[:3])} and {ratios[3]}"
     assert f"takes\n{said} times as long as stock's" in README
+
+
+def test_experts_table_is_the_recorded_run() -> None:
+    lines = results.read(ROOT / "experiments" / "results" / "h200" / "experts.jsonl")
+    points = {
+        (line["shape"]["tp"], line["shape"]["m"]): line
+        for line in lines
+        if line.get("op") == "experts"
+        and line["variant"] == "pdl"
+        and line["shape"]["part"] == "experts"
+        and line["shape"]["routing"] == "independent"
+    }
+    assert len(points) == 5
+    for (tp, rows), line in points.items():
+        assert line["gates"] and all(line["gates"].values())
+        peers = (line["peers"][f"{name}:plain"] for name in ("humming", "marlin"))
+        cells = [
+            f"TP {tp} | {rows} | {line['shape']['distinct']} | {line['us']:.1f}",
+            f"{line['bandwidth_share']:.0%}".replace("%", " %"),
+            *(f"{us:.1f}" for us in peers),
+        ]
+        assert f"| {' | '.join(cells)} |" in README
+
+
+def test_advice_from_the_recorded_profiles_is_what_is_said() -> None:
+    for side, tokens in (("stock", 201), ("ours", 294)):
+        profile = ROOT / "experiments" / "profiles" / f"k3-tp16-{side}-93.json"
+        asked = ["--acceptance", "k3-golden", "--batch", "1", "--profile", str(profile)]
+        found = CliRunner().invoke(app, ["advise", *asked])
+        assert found.exit_code == 0
+        assert re.search(rf"│ +1 │ +7 │ +{tokens} │", found.output), found.output
+        assert f"{tokens} tokens a second" in FLOWED or f"{tokens} from ours" in FLOWED

@@ -2,6 +2,9 @@
 """Result lines: what is accepted, what is refused and how it is said."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +176,26 @@ def test_acceptance_grammar() -> None:
 def test_bad_acceptance(spec: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_acceptance(spec)
+
+
+def test_the_command_is_what_was_typed(tmp_path: Path) -> None:
+    """A module by its name, not by the name of its file."""
+    (tmp_path / "typed").mkdir()
+    says = "from experiments.results import Recorder as R; "
+    says += "print(R(commit='x').provenance['command'])"
+    for name in ("__main__", "other"):
+        (tmp_path / "typed" / f"{name}.py").write_text(says)
+
+    def said(*arguments: str) -> str:
+        paths = [str(tmp_path), str(Path(results.__file__).parents[1])]
+        return subprocess.run(
+            [sys.executable, *arguments, "--tp", "16"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    assert said("-m", "typed") == "python -m typed --tp 16"
+    assert said("-m", "typed.other") == "python -m typed.other --tp 16"
+    assert said(str(tmp_path / "typed" / "other.py")) == "other.py --tp 16"

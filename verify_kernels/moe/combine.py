@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.common.arithmetic import add_tree, halves
-from verify_kernels.moe.device import put, word
+from verify_kernels.moe.device import open_once, put, word
 
 #: Columns of a thread: 16 bytes of fp32.
 VECTOR = 4
@@ -100,15 +100,7 @@ class CombineKernel:
                 put(base + self.there_at + 4 * (first + thread), Int32(0))
         clustered = self.norm and self.ctas > 1
         if const_expr(clustered):
-            if thread == 0:
-                barrier = cute.make_ptr(
-                    cutlass.Int64, base, cute.AddressSpace.smem, assumed_align=8
-                )
-                cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    barrier, 4 * self.ctas * self.warps
-                )
-                cute.arch.mbarrier_init_fence()
+            open_once(base, thread == 0, 4 * self.ctas * self.warps)
             cute.arch.cluster_arrive_relaxed()
         if const_expr(self.norm):
             # Not a .nc load, which ptxas moves down past the wait.

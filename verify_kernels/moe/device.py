@@ -44,6 +44,23 @@ def put(address, value, kind=Int32):
     place(address, kind)[0] = value
 
 
+@cute.jit
+def open_once(address, mine, size):
+    """Makes a barrier there that opens when ``size`` bytes have arrived; by the thread
+    that is ``mine``, and all threads of its warp call it."""
+    barrier = cute.make_ptr(
+        cutlass.Int64, address, cute.AddressSpace.smem, assumed_align=8
+    )
+    if mine:
+        cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init_fence()
+    # ptxas makes a barrier from the uniform datapath, which racecheck takes for another
+    # lane than the one that arrives (RouteKernel, H200, 2026-11-30).
+    cute.arch.sync_warp()
+    if mine:
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+
 class Plan:
     """An `ExpertPlan` in shared memory, as 16-bit numbers.
 

@@ -326,6 +326,9 @@ class ExpertsDownKernel:
                 # read.
                 free = to + after(acc, zero)
                 if cutlass.const_expr(self.lag == 0):
+                    # What other lanes have read they have multiplied, for all multiply
+                    # together; racecheck does not know that.
+                    cute.arch.sync_warp()
                     self.ask(
                         free, q, at, scales_at, row, own, then_at, then_scales_at,
                         then_row, then_own, goes_on, lane,

@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
-from verify_kernels.moe.device import put, sigmoid, word
+from verify_kernels.moe.device import open_once, put, sigmoid, word
 
 INFINITY_BITS = 0x7F800000
 #: Below every key; that of NaN, above all others.
@@ -215,15 +215,8 @@ class RouteKernel:
         rows = logits.shape[0]
 
         if const_expr(self.ctas > 1):
-            if (rank == 0) & (across == 0) & (slot == 0):
-                barrier = cute.make_ptr(
-                    cutlass.Int64, base, cute.AddressSpace.smem, assumed_align=8
-                )
-                cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    barrier, rows * (16 * self.warps + 4 * self.top_k)
-                )
-                cute.arch.mbarrier_init_fence()
+            waits = (rank == 0) & (across == 0) & (slot == 0)
+            open_once(base, waits, rows * (16 * self.warps + 4 * self.top_k))
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
         if (across >= self.groups) & (across < 32):

@@ -400,6 +400,9 @@ class ExpertsUpKernel:
             # The place is free when the products are there, which need what was read.
             free = to + after(acc, zero)
             if cutlass.const_expr(self.lag == 0):
+                # What other lanes have read they have multiplied, for all multiply
+                # together; racecheck does not know that.
+                cute.arch.sync_warp()
                 self.ask(
                     free, q, at, scales_at, row, size, next_at, next_scales_at,
                     next_row, next_size, more, lane,

@@ -234,6 +234,18 @@ def test_what_is_not_exercised_does_not_pass(tmp_path: Path) -> None:
 
     found = suite(tmp_path, Engines(silent), "fixed-graph-k2")
     assert not found["cases"]["fixed-graph-k2"]["speculated"] and not found["ok"]
+    # An adaptive engine may decide so in a group, not in all of them.
+    found = suite(tmp_path, Engines(silent), "adaptive-graph-k2")
+    assert found["cases"]["adaptive-graph-k2"]["speculated"]
+
+    def mute(spec: EngineSpec, result: dict[str, Any]) -> None:
+        silent(spec, result)
+        none = result["groups"]["batch1"]["speculation"]
+        for group in result["groups"].values():
+            group["speculation"] = none
+
+    found = suite(tmp_path, Engines(mute), "adaptive-graph-k2")
+    assert not found["cases"]["adaptive-graph-k2"]["speculated"] and not found["ok"]
 
 
 def test_an_abort_that_changes_others_is_a_difference(tmp_path: Path) -> None:
