@@ -73,6 +73,11 @@ class Experts:
         )
 
 
+def normed_by_us(norm: Any) -> bool:
+    """Whether vLLM's norm of the experts' sum, if there is one, is what we compute."""
+    return norm is not None and norm.weight.dtype == torch.bfloat16
+
+
 @functools.cache
 def _workspace(
     latent: int, inner: int, top_k: int, device: torch.device

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.models.common.ops import fused_q_kv_rmsnorm
 from vllm.models.kimi_k3.nvidia.mla import _gate_sigmoid_mul
 
-from dspark_k3.target.experts import Experts
+from dspark_k3.target.experts import Experts, normed_by_us
 from dspark_k3.target.route import Route
 from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
@@ -289,7 +289,7 @@ class Moe:
         if experts:
             # Over several ranks the sum is a part, and the norm comes after theirs.
             norm = None
-            if get_tensor_model_parallel_world_size() == 1:
+            if get_tensor_model_parallel_world_size() == 1 and normed_by_us(self._norm):
                 norm, self._norm = self._norm, None
             self._experts = Experts(runner.routed_experts, norm, pdl=pdl)
 

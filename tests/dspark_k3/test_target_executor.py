@@ -107,19 +107,22 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = weight(HIDDEN, HIDDEN).weight
+    """Of the layers behind the first its rows come in two, as those of `Moe` do."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(product(x, self.own)).to(torch.bfloat16)
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.own = [weight(HIDDEN, HIDDEN).weight for _ in range(parts)]
+
+    def forward(self, x: Tensor) -> sublayers.Delta:
+        rows = [torch.tanh(product(x, own)).to(torch.bfloat16) for own in self.own]
+        return (rows[0], rows[1]) if len(rows) == 2 else rows[0]
 
 
 def backbone() -> SimpleNamespace:
     layers = [
         SimpleNamespace(
             self_attn=Attention(i),
-            mlp=Mlp(),
+            mlp=Mlp(2 if i else 1),
             layer_idx=i,
             is_moe_layer=i > 0,
             prev_valid_blocks=-(-i // BLOCK),
@@ -172,7 +175,8 @@ def expected(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         prefix = out if start else (prefix.float() + out.float()).to(torch.bfloat16)
         own = layer.mlp_res_norm, layer.mlp_res_proj
         hidden = mixed([*blocks, prefix], *own)
-        pending = layer.mlp(rms(hidden, layer.post_attention_layernorm).bfloat16())
+        out = layer.mlp(rms(hidden, layer.post_attention_layernorm).bfloat16())
+        pending = out if isinstance(out, Tensor) else torch.add(*out)
         if layer.layer_idx + 1 in model.aux_hidden_state_layers:
             taps.append((prefix.float() + pending.float()).to(torch.bfloat16))
     assert pending is not None

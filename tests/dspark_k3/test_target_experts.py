@@ -98,18 +98,25 @@ def layer(
 class Norm:
     """Stands for vLLM's RMSNorm."""
 
-    weight = nn.Parameter(torch.ones(LATENT).bfloat16(), requires_grad=False)
     variance_epsilon = 1e-6
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        ones = torch.ones(LATENT, dtype=dtype)
+        self.weight = nn.Parameter(ones, requires_grad=False)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return 2 * rows
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (1, torch.float32)]
+)
 def test_moe_runs_the_experts_that_our_routing_chose(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And norms their sum with them where it is not a rank's part."""
+    """And norms their sum with them where it is the whole one and the norm ours."""
+    norm = Norm(dtype)
+    ours_norms = ranks == 1 and dtype == torch.bfloat16
     weights = experts_of(SHAPE, 3)
     given = layer(weights)
     chosen: list[Tensor] = []
@@ -136,7 +143,7 @@ def test_moe_runs_the_experts_that_our_routing_chose(
         norm_eps: float = 0.0, **keywords: Any,
     ) -> Tensor:  # fmt: skip
         assert keywords == {"pdl": True, "beta": 4.0, "linear_beta": 25.0}
-        assert (norm_weight is None) == (ranks == 2)
+        assert (norm_weight is None) != ours_norms
         check_all(space.arguments(bank, TOP_K), latent.device, "latent")
         # Nothing was copied.
         assert bank.up.words.data_ptr() == given.w13_weight.data_ptr()
@@ -147,7 +154,7 @@ def test_moe_runs_the_experts_that_our_routing_chose(
         out = by_torch(latent, chosen[-1], shares, weights, torch.float32).bfloat16()
         if norm_weight is None:
             return out
-        assert norm_weight.data_ptr() == Norm.weight.data_ptr() and norm_eps == 1e-6
+        assert norm_weight.data_ptr() == norm.weight.data_ptr() and norm_eps == 1e-6
         return 2 * out
 
     monkeypatch.setattr(route, "moe_route", moe_route)
@@ -161,7 +168,7 @@ def test_moe_runs_the_experts_that_our_routing_chose(
     module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
     module.gate = weight(EXPERTS, HIDDEN)
     module.routed_expert_down_proj = weight(LATENT, HIDDEN)
-    module.routed_expert_norm = Norm()
+    module.routed_expert_norm = norm
     module.routed_expert_up_proj = weight(HIDDEN, LATENT)
     module.experts.router = router()
     module.experts.routed_experts = given

@@ -110,16 +110,21 @@ def gemms() -> None:
 
 
 def residuals(hidden: int) -> None:
-    """Block write, mix of two blocks, norm."""
-    prefix, delta, blocks = normal(3, hidden), normal(3, hidden), normal(3, 3, hidden)
+    """A delta in two, block write, mix of two blocks, norm."""
+    prefix, delta, extra = (normal(3, hidden) for _ in range(3))
+    blocks = normal(3, 3, hidden)
     weights = [normal(hidden) for _ in range(3)]
     choice = {"num_blocks": 2, "write_block": 2}
     exact, _ = attn_res_reference.attn_res(
-        prefix.clone(), delta, blocks.clone(), *weights, **choice
+        prefix.clone(), delta, blocks.clone(), *weights, extra=extra, **choice
     )
     on_gpu = [t.cuda() for t in (prefix, delta, blocks, *weights)]
     out = torch.full((3, hidden), torch.nan, dtype=torch.bfloat16).cuda()
-    near(f"attn_res of {hidden}", attn_res(*on_gpu, out, **choice), exact)
+    near(
+        f"attn_res of {hidden}",
+        attn_res(*on_gpu, out, extra=extra.cuda(), **choice),
+        exact,
+    )
 
 
 def deltas() -> None:

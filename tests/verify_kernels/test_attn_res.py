@@ -208,13 +208,14 @@ def test_rows_do_not_depend_on_batch_mates(hidden: int, form: Form) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize(("hidden", "blocks"), [(HIDDEN, 8), (TINY, 2)])
 def test_a_thousand_repeats_with_another_stream_busy(
-    hidden: int, blocks: int, pdl: bool
+    hidden: int, blocks: int, more: bool, pdl: bool
 ) -> None:
     """Same bits each time, M cycling, while another stream fills the GPU."""
     form = (blocks, "add", False, True)
-    arguments = inputs(form, 64, "outliers", hidden=hidden, seed=2)
+    arguments = inputs(form, 64, "outliers", hidden=hidden, seed=2, more=more)
     expected = run(fresh(arguments), pdl=False)
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)
     calls = {m: fresh(arguments, slice(0, m)) for m in sizes}
@@ -248,6 +249,8 @@ def layers_of_the_model(
             delta = torch.randn(rows, hidden, generator=generator, device="cuda")
             change = {
                 "delta": delta.bfloat16() if layer or mlp else None,
+                # As the MLPs behind the first layer's give it.
+                "extra": delta.roll(1).bfloat16() if layer > 1 and not mlp else None,
                 "num_blocks": before + (starts and mlp),
                 "write_block": before if starts and not mlp else None,
                 "restart": starts and mlp,

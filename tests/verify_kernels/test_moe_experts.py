@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from verify_kernels.moe.experts import (
 from verify_kernels.moe.layout import Blocks
 from verify_kernels.moe.mxfp4 import Mxfp4, dequantise
 
+#: Of the size of a row's mean square.
+NORM_EPS = 1.0
 #: Latent rows, weights of the choice, plan, bank, workspace, out -> nothing.
 Run = Callable[[Tensor, Tensor, ExpertPlan, Any, ExpertWorkspace, Tensor], None]
 
@@ -158,12 +161,13 @@ def check_errors(
 
 
 def check_norm(found: Tensor, summed: Tensor, weight: Tensor, eps: float) -> None:
-    """Errors of an RMSNorm against fp64, at most twice those of bf16's rounding."""
+    """Errors of an RMSNorm against fp64 are at most twice one rounding to bf16. Rows
+    whose mean square is of eps' size tell another eps apart."""
     exact = summed.double()
     exact = exact * (exact.square().mean(1, keepdim=True) + eps).rsqrt()
     exact = exact * weight.double()
     ours = (found.double() - exact).abs()
-    assert (ours <= 2 * 2**-9 * exact.abs()).all()
+    assert (ours <= 2 * 2**-8 * exact.abs()).all()
 
 
 def workspace(shape: Shape, device: str = "cpu") -> ExpertWorkspace:
@@ -261,6 +265,8 @@ def test_few_items_have_sms_alone() -> None:
             items = rows * top_k * (inner // 64)
             assert clusters == min(items, sms)
             assert (half == "up_alone") == (items <= min(66, sms // 2))
+            items = rows * top_k * (2 if inner == 3072 else 1) * (latent // 64)
+            assert bank.second_half(sms, rows * top_k) == min(items, 2 * sms)
             assert bank.variant_name(half, shape) in names
 
 
@@ -388,11 +394,11 @@ def check_normed(
     weight = (1 + torch.rand(shape[0], generator=g)).bfloat16()
 
     def normed(*arguments: Any) -> None:
-        run(*arguments, norm_weight=weight.to(device), norm_eps=1e-6)
+        run(*arguments, norm_weight=weight.to(device), norm_eps=NORM_EPS)
 
     summed = result(run, shape, bank, latent, ids, shares, device)
     found = result(normed, shape, bank, latent, ids, shares, device)
-    check_norm(found, summed, weight, 1e-6)
+    check_norm(found, summed, weight, NORM_EPS)
     assert not found[1].any() and found[0].any()
     last = latent[-1:], ids[-1:], shares[-1:]
     assert torch.equal(result(normed, shape, bank, *last, device), found[-1:])
@@ -425,11 +431,16 @@ def test_rows_do_not_depend_on_batch_mates(shape: Shape, held: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@gpu_forms(384)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "held"), [f for f in FORMS if f[0][1] not in (768, 1536)], ids=str
+)
 def test_a_thousand_repeats_with_another_stream_busy(
-    shape: Shape, held: int, pdl: bool
+    shape: Shape, held: int, norm: bool, pdl: bool
 ) -> None:
     bank = some_experts(shape, held, 7)
+    weight = torch.linspace(0.5, 2, shape[0], device="cuda").bfloat16()
+    one = functools.partial(moe_experts, norm_weight=weight if norm else None)
     latent = latent_rows(shape, 64, 7).cuda()
     space = workspace(shape, "cuda")
     sizes = (1, 64, 2, 33, 8, 5, 16, 3)
@@ -437,7 +448,7 @@ def test_a_thousand_repeats_with_another_stream_busy(
     for m in sizes:
         ids, shares = choice(shape, m, m)
         plan, shares = plan_of(ids, shape[2], "cuda"), shares.cuda()
-        wanted = moe_experts(latent[:m], shares, plan, bank, space, pdl=False)
+        wanted = one(latent[:m], shares, plan, bank, space, pdl=False)
         cases[m] = (plan, shares, wanted)
     live, out = torch.empty_like(latent), torch.empty_like(latent)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -450,17 +461,20 @@ def test_a_thousand_repeats_with_another_stream_busy(
             live[:m].copy_(latent[:m])
             space.inner.fill_(torch.nan)
             space.sums.fill_(torch.nan)
-            moe_experts(live[:m], shares, plan, bank, space, out[:m], pdl=pdl)
+            one(live[:m], shares, plan, bank, space, out[:m], pdl=pdl)
             wrong += (out[:m] != wanted).sum()
     assert int(wrong) == 0
 
 
 @pytest.mark.gpu
-def test_programmatic_neighbours_wait_for_each_other() -> None:
+@pytest.mark.parametrize("norm", [False, True])
+def test_programmatic_neighbours_wait_for_each_other(norm: bool) -> None:
     """Routing, experts, routing, experts of other rows through the same workspace, all
     launched programmatically with nothing of torch's between."""
     shape, held = (3584, 192, 896, 16), 192
     bank = some_experts(shape, held, 8)
+    weight = torch.linspace(0.5, 2, shape[0], device="cuda").bfloat16()
+    one = functools.partial(moe_experts, norm_weight=weight if norm else None)
     space = workspace(shape, "cuda")
     bias = torch.zeros(shape[2], device="cuda")
     g = torch.Generator().manual_seed(8)
@@ -470,7 +484,7 @@ def test_programmatic_neighbours_wait_for_each_other() -> None:
         plan = ExpertPlan.allocate(shape[2], shape[3], "cuda")
         shares, ids = moe_route(logits, bias, shape[3], plan, pdl=False)
         latent = latent_rows(shape, m, m).cuda()
-        wanted = moe_experts(latent, shares, plan, bank, space, pdl=False)
+        wanted = one(latent, shares, plan, bank, space, pdl=False)
         steps.append((logits, plan, shares, ids, latent, wanted))
     rounds = 250
     found = [
@@ -482,6 +496,6 @@ def test_programmatic_neighbours_wait_for_each_other() -> None:
             steps, found, strict=True
         ):
             moe_route(logits, bias, shape[3], plan, shares, ids)
-            moe_experts(latent, shares, plan, bank, space, out[i])
+            one(latent, shares, plan, bank, space, out[i])
     for (*_, wanted), out in zip(steps, found, strict=True):
         assert (out == wanted).all()

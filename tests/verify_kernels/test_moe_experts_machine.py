@@ -32,14 +32,16 @@ from verify_kernels.moe import (
 from verify_kernels.moe.experts import ExpertWorkspace, Shape
 
 #: A block along K for each of eight warps; K3's cut of K over the warps, and one of
-#: five groups a warp; three steps of I, and six in two laps.
+#: five groups a warp; three steps of I, six in two laps, nine in three.
 TINY = (128, 128, 16, 4)
 WIDE = (3584, 64, 16, 4)
 ODD = (1280, 64, 16, 4)
 STEPS = (128, 192, 16, 4)
 LAPS = (128, 384, 16, 4)
+MORE = (128, 576, 16, 4)
 SMALL = (128, 64, 16, 4)
-EPS = 1e-5
+#: Of the size of the rows' mean squares.
+EPS = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ UP = Launch(
     lambda kernel: 2,
 )
 DOWN = Launch(
-    down.ExpertsDownKernel, experts._down_arguments, lambda kernel, rows: (3, 1, 1)
+    # Eight warps, so that each has several items.
+    down.ExpertsDownKernel,
+    experts._down_arguments,
+    lambda kernel, rows: (1, 1, 1),
 )
 COMBINE = Launch(
     combine.CombineKernel,
@@ -126,6 +131,7 @@ def run(
     out: Tensor,
     *,
     norm_weight: Tensor | None = None,
+    norm_eps: float = EPS,
     seed: int = 0,
 ) -> None:
     """All launches."""
@@ -154,7 +160,7 @@ def run(
         third["weight"] = norm_weight, (), ()
     betas, eps = (
         [np.float32(x).tobytes() for x in numbers]
-        for numbers in ((SITU_BETA, SITU_LINEAR_BETA), (EPS,))
+        for numbers in ((SITU_BETA, SITU_LINEAR_BETA), (norm_eps,))
     )
     half = (*shape, bank.held)
     sums = (shape[0], shape[3], len(space.sums), norm_weight is not None)
@@ -174,6 +180,7 @@ def run(
         (ODD, 2, None),
         (STEPS, 17, 5),
         (LAPS, 3, None),
+        (MORE, 9, 4),
     ],
     ids=str,
 )
@@ -202,6 +209,11 @@ def test_a_pair_may_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tests.check_errors(found, latent, ids, shares, weights)
 
 
+def test_experts_and_norm_together() -> None:
+    one = functools.partial(run, TINY)
+    tests.check_normed(one, TINY, tests.experts_of(TINY, 3).bank(), 3, "cpu")
+
+
 @pytest.mark.parametrize("latent", [128, 3584])
 def test_rows_are_normed(latent: int) -> None:
     """The norm of the sum that there is without it; of a row without experts 0."""
@@ -227,9 +239,11 @@ def test_rows_are_normed(latent: int) -> None:
         return out
 
     summed, found = combined(False, 0), combined(True, 0)
-    exact = torch.zeros(rows, latent, dtype=torch.float64)
-    exact.index_add_(0, live // top_k, sums[:, live].double().sum(0))
-    assert ((summed.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+    # In fp32, the parts of a pair and then the pairs in the order of the choices.
+    exact = torch.zeros(rows, latent)
+    for pair in live.tolist():
+        exact[pair // top_k] += sums[0, pair] + sums[1, pair]
+    assert torch.equal(summed, exact.bfloat16())
     tests.check_norm(found, summed, weight, EPS)
     assert not found[1].any()
     for seed in (1, 2):
@@ -294,6 +308,15 @@ def test_a_row_may_have_an_expert_twice(shape: Shape) -> None:
     tests.check_errors(found, latent, ids, shares, weights)
     alone = tests.result(one, shape, bank, latent[2:3], ids[2:3], shares[2:3])
     assert torch.equal(alone, found[2:3])
+
+
+def test_shapes_that_the_kernels_would_cut_wrongly_are_refused() -> None:
+    with pytest.raises(ValueError, match="inner=3136: 2 parts of it are not whole"):
+        down.ExpertsDownKernel(128, 3136, 16, 4, 3136)
+    for latent in (384, 1408):
+        combine.CombineKernel(latent, 4, 1, False)
+        with pytest.raises(ValueError, match=f"latent={latent}: .* with a norm"):
+            combine.CombineKernel(latent, 4, 1, True)
 
 
 def test_rows_without_any_expert_are_zero() -> None:

@@ -28,6 +28,8 @@ from verify_kernels.moe.device import open_once, put, word
 
 #: Columns of a thread: 16 bytes of fp32.
 VECTOR = 4
+#: CTAs of a cluster at most that every GPU takes.
+MAX_CLUSTER = 8
 #: Threads of a CTA at most.
 THREADS = 128
 
@@ -36,7 +38,8 @@ class CombineKernel:
     """For up to 64 rows.
 
     Args:
-        latent: L, a multiple of 128.
+        latent: L, a multiple of 128; with a norm at most eight CTAs of 32, 64 or 128
+            threads.
         top_k: K, a power of two.
         parts: that each pair has.
         norm: apply the norm.
@@ -55,6 +58,11 @@ class CombineKernel:
         self.threads = max(n for n in range(32, THREADS + 1, 32) if columns % n == 0)
         self.warps = self.threads // 32
         self.ctas = latent // (VECTOR * self.threads)
+        if norm and (self.ctas > MAX_CLUSTER or self.warps not in (1, 2, 4)):
+            raise ValueError(
+                f"latent={latent}: {self.ctas} CTAs of {self.warps} warps; with a norm "
+                f"they may be {MAX_CLUSTER} at most, of 1, 2 or 4 warps each"
+            )
         self.pairs = MAX_ROWS * top_k
         weights = ("weight",) if norm else ()
         self.parameters = ("x", "pairs", *weights, "out")

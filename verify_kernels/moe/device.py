@@ -8,7 +8,7 @@ from cutlass import Float32, Int16, Int32
 from verify_kernels.common import ptx
 from verify_kernels.moe.mxfp4 import GROUP
 
-#: Pairs of a row and an expert, or rows, that one mma has columns for.
+#: Pairs of a row and an expert that one mma has columns for.
 PAIRS = 8
 #: Operands of 16 rows in a block of weights.
 TILES = 4
@@ -111,6 +111,12 @@ class Plan:
 
     def _number(self, base, which, index):
         return ptx.load_shared_16(base + self._places[which] + 2 * index)
+
+
+def clear(address, lane):
+    """Zeros for eight pairs' rows of a group; before the wait. So the columns that no
+    pair is copied to switch nothing in the tensor cores, for which power is short."""
+    ptx.store_shared_128_if(address + CHUNK * lane, Int32(1), (Int32(0),) * 4)
 
 
 def read_block(address, offset, lane):

@@ -14,14 +14,14 @@ itself: no warp waits for another once the plan has been copied.
                  m16n8k16, eight pairs the columns
     store        the sums in fp32, by part and pair
 
-Columns without a pair hold what was there before: no column of a product depends on
-another, and they are not stored. An expert with more than eight pairs is read again,
-from L2. A pair's bits depend on its h and expert alone.
+Columns without a pair hold zeros, or what was there before: no column of a product
+depends on another, and they are not stored. An expert with more than eight pairs is
+read again, from L2. A pair's bits depend on its h and expert alone.
 
-One warp and not several share an item, since all of them have work: one row of K3 at TP
-16 makes 896 items. Dealt out by the experts' ids, which keeps a row's sum in registers,
-the warps of a step had very different amounts (eight rows: up to a third more than the
-mean), and every eight rows read their experts for themselves.
+A row of K3 makes 896 items at TP 16, eight rows about 6,700, for the 2,112 warps of an
+H200. Where the experts were dealt out by id, which keeps a row's sum in registers, the
+largest of eight parts had a third more than the mean, of eight rows of 896 experts, and
+every eight rows read their experts for themselves.
 
 Early loads: none; which weights are needed is known when routing has ended.
 """
@@ -39,6 +39,7 @@ from verify_kernels.moe.device import (
     TILES,
     Plan,
     after,
+    clear,
     product,
     read_block,
     read_factors,
@@ -73,7 +74,7 @@ class ExpertsDownKernel:
 
     Args:
         latent: L, rows of the second matrix, a multiple of 64.
-        inner: I, columns, a multiple of 64.
+        inner: I, columns, in parts of a multiple of 64.
         experts: E, experts that there are.
         top_k: K.
         held: columns that the layer has, I and then zeros.
@@ -97,6 +98,11 @@ class ExpertsDownKernel:
         self.latent = latent
         self.inner = inner
         self.parts = parts_of(inner)
+        if inner % (self.parts * COLUMNS * BLOCKS):
+            raise ValueError(
+                f"inner={inner}: {self.parts} parts of it are not whole steps of "
+                f"{COLUMNS * BLOCKS} columns"
+            )
         #: Columns of a part.
         self.columns = inner // self.parts
         steps = self.columns // (COLUMNS * BLOCKS)
@@ -158,6 +164,10 @@ class ExpertsDownKernel:
         lane = cute.arch.lane_idx()
         warp = thread >> 5
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
+        to = base + SLOT_BYTES * self.ring * warp
+        for slot in cutlass.range_constexpr(self.ring):
+            for i in cutlass.range_constexpr(GROUPS):
+                clear(to + SLOT_BYTES * slot + TOKENS_AT + PAIRS * ROW_BYTES * i, lane)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -167,7 +177,6 @@ class ExpertsDownKernel:
         items = used * self.items
         # 0, which the compiler does not know.
         zero = used >> 31
-        to = base + SLOT_BYTES * self.ring * warp
         # One item of every CTA before the second of any.
         first = block + ctas * warp
         step = ctas * WARPS

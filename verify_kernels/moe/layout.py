@@ -38,7 +38,8 @@ BLOCK_BYTES = 512
 #: Groups of scales along K are two blocks wide.
 STEPS_OF_GROUP = GROUP // COLUMNS
 _ROWS_MULTIPLE, _COLUMNS_MULTIPLE = 256, 128
-#: Of a part: of K3 at TP 1 two, so that one row makes items for all warps of an H200.
+#: Of a part. K3's I at TP 1 has two, so that one row makes 1,792 items of work for the
+#: 2,112 warps that an H200 has for them.
 _PART_COLUMNS = 1536
 
 

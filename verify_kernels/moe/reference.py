@@ -7,8 +7,8 @@ With x the normed hidden row and z = W_latent_down x:
     y = W_latent_up RMSNorm(sum_e w_e W2_e SiTU(W1_e z, W3_e z)) + Shared(x)
 
 The bias chooses and does not weigh. Equal scores go to the lower expert id. The sum
-over experts runs in ascending expert id, whatever order the router lists them in: an
-order that a kernel that walks experts once for all rows can keep as well.
+over experts runs in ascending expert id here, whatever order the router lists them in;
+the kernels add in the order of the row's choices, which `route` makes of its scores.
 """
 
 from __future__ import annotations

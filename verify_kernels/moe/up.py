@@ -18,8 +18,9 @@ rows that chose it. Clusters of two take items in turn: CTA 0 has the rows of ga
 
 Asynchronous copies and not loads into registers: with two CTAs an SM there are none to
 spare, and loads are told apart by six counters (`skinny_gemm.wide_staged`). A column
-without a pair copies zeros from nowhere: eight times the only pair's row, by all CTAs,
-took longer than the weights.
+without a pair copies nothing and holds zeros, or what was there before: no column of a
+product depends on another. Eight times the only pair's row, copied by all CTAs, took
+longer than the weights.
 
 An expert with more than eight pairs is read again, from L2. A pair's bits depend on its
 row and expert alone: K is cut the same way for all. h lies in the order of
@@ -46,6 +47,7 @@ from verify_kernels.moe.device import (
     TILES,
     Plan,
     after,
+    clear,
     no_sums,
     product,
     read_block,
@@ -227,6 +229,9 @@ class ExpertsUpKernel:
                 cute.arch.mbarrier_init(self.barrier(base + 8 * i), SENDERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
+        to = base + self.groups_at + SLOT_BYTES * self.ring * warp
+        for slot in cutlass.range_constexpr(self.ring):
+            clear(to + SLOT_BYTES * slot + TOKENS_AT, lane)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -236,14 +241,13 @@ class ExpertsUpKernel:
         items = used * self.blocks
         # 0, which the compiler does not know.
         zero = used >> 31
-        to = base + self.groups_at + SLOT_BYTES * self.ring * warp
         there = first < items
         at, scales_at, begin, count = self.place(
             base, words, scales, first, there, rank, warp, lane
         )
-        row, size = self.row_of(base, x, begin, count, Int32(0), warp, lane)
+        row, paired = self.row_of(base, x, begin, count, Int32(0), warp, lane)
         for q in cutlass.range_constexpr(self.ring - self.lag):
-            self.request(to, q, q, at, scales_at, row, size, Int32(there), lane)
+            self.request(to, q, q, at, scales_at, row, paired, Int32(there), lane)
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
         turn = Int32(0)
@@ -263,7 +267,7 @@ class ExpertsUpKernel:
             for column in cutlass.range(0, count, PAIRS, unroll=1):
                 # Next come the other pairs of this item, or the next one.
                 again = column + PAIRS < count
-                next_row, next_size = self.row_of(
+                next_row, next_paired = self.row_of(
                     base,
                     x,
                     cutlass.select_(again, begin, next_begin),
@@ -273,10 +277,10 @@ class ExpertsUpKernel:
                     lane,
                 )
                 acc = self.multiply(
-                    to, at, scales_at, row, size,
+                    to, at, scales_at, row, paired,
                     cutlass.select_(again, at, next_at),
                     cutlass.select_(again, scales_at, next_scales_at), next_row,
-                    next_size, Int32(there | again), zero, lane,
+                    next_paired, Int32(there | again), zero, lane,
                 )  # fmt: skip
                 if turn > 0:
                     self.finish(
@@ -295,7 +299,7 @@ class ExpertsUpKernel:
                 pair = cutlass.select_(mine < count, pair, Int32(-1))
                 turn = turn + 1
                 row = next_row
-                size = next_size
+                paired = next_paired
             at = next_at
             scales_at = next_scales_at
             begin = next_begin
@@ -330,19 +334,18 @@ class ExpertsUpKernel:
     @cute.jit
     def row_of(self, base, x, begin, count, column, warp, lane):
         """Where this lane's part of a pair's row begins, of an item's eight pairs from
-        ``column`` on, and the bytes there are of a chunk: none without a pair."""
-        own = column + (lane >> 2)
-        there = own < count
-        pair = self.plan.pair(base, begin + cutlass.select_(there, own, Int32(0)))
+        ``column`` on, and whether there is such a pair."""
+        mine = column + (lane >> 2)
+        there = mine < count
+        pair = self.plan.pair(base, begin + cutlass.select_(there, mine, Int32(0)))
         row = Int64(2) * x.stride[0] * (cutlass.max(pair, Int32(0)) >> self.k_bits)
         row = x.iterator.toint() + row + 2 * COLUMNS * self.steps * warp
-        size = cutlass.select_(there, Int32(CHUNK), Int32(0))
-        return row + CHUNK * (lane & 3), size
+        return row + CHUNK * (lane & 3), Int32(there)
 
     @cute.jit
     def request(
         self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, at, scales_at, row,
-        size, live, lane,
+        paired, live, lane,
     ):  # fmt: skip
         """Copies of the q-th group of an item, if it is there."""
         place = SLOT_BYTES * slot
@@ -352,15 +355,13 @@ class ExpertsUpKernel:
                 to + CHUNK * lane, at, live, place + BLOCK_BYTES * b,
                 self.step_bytes * step,
             )  # fmt: skip
-        own = live
+        own = live & paired
         if cutlass.const_expr(self.blocks_of_group < STEPS_OF_GROUP):
-            own = live & Int32((lane & 3) < CHUNKS_OF_BLOCK)
+            own = own & Int32((lane & 3) < CHUNKS_OF_BLOCK)
         # Chunks change places, so that the rows of a matrix meet all banks.
         g = lane >> 2
         token = to + ROW_BYTES * g + CHUNK * ((lane & 3) ^ ((g >> 1) & 3))
-        ptx.copy_async_128_if(
-            token, row, own, place + TOKENS_AT, ROW_BYTES * q, size=size
-        )
+        ptx.copy_async_128_if(token, row, own, place + TOKENS_AT, ROW_BYTES * q)
         own = live & Int32(lane < ROWS // CHUNK)
         ptx.copy_async_128_if(
             to + CHUNK * lane, scales_at, own, place + SCALES_AT, self.rows * q
@@ -369,8 +370,8 @@ class ExpertsUpKernel:
 
     @cute.jit
     def multiply(
-        self, to, at, scales_at, row, size, next_at, next_scales_at, next_row,
-        next_size, more, zero, lane,
+        self, to, at, scales_at, row, paired, next_at, next_scales_at, next_row,
+        next_paired, more, zero, lane,
     ):  # fmt: skip
         """This warp's sums of eight pairs. A group that was used makes way for a later
         one, or if there is more to multiply, one of the first of that."""
@@ -392,8 +393,8 @@ class ExpertsUpKernel:
             ]
             if cutlass.const_expr(self.lag == 1):
                 self.ask(
-                    free, q, at, scales_at, row, size, next_at, next_scales_at,
-                    next_row, next_size, more, lane,
+                    free, q, at, scales_at, row, paired, next_at, next_scales_at,
+                    next_row, next_paired, more, lane,
                 )  # fmt: skip
             for b in cutlass.range_constexpr(self.blocks_of_group):
                 acc = product(acc, blocks[b], tokens[2 * b : 2 * b + 2], factors)
@@ -404,25 +405,25 @@ class ExpertsUpKernel:
                 # together; racecheck does not know that.
                 cute.arch.sync_warp()
                 self.ask(
-                    free, q, at, scales_at, row, size, next_at, next_scales_at,
-                    next_row, next_size, more, lane,
+                    free, q, at, scales_at, row, paired, next_at, next_scales_at,
+                    next_row, next_paired, more, lane,
                 )  # fmt: skip
         return acc
 
     @cute.jit
     def ask(
-        self, free, q: cutlass.Constexpr, at, scales_at, row, size, next_at,
-        next_scales_at, next_row, next_size, more, lane,
+        self, free, q: cutlass.Constexpr, at, scales_at, row, paired, next_at,
+        next_scales_at, next_row, next_paired, more, lane,
     ):  # fmt: skip
         """Copies to the place that is free in the q-th group's turn."""
         new = q - self.lag + self.ring
         slot = new % self.ring
         if cutlass.const_expr(new < self.groups):
-            self.request(free, slot, new, at, scales_at, row, size, Int32(1), lane)
+            self.request(free, slot, new, at, scales_at, row, paired, Int32(1), lane)
         else:
             self.request(
                 free, slot, new - self.groups, next_at, next_scales_at, next_row,
-                next_size, more, lane,
+                next_paired, more, lane,
             )  # fmt: skip
 
     def leave(self, acc, area, lane):
