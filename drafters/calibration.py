@@ -8,13 +8,18 @@ confidences and an error at position 1 is inherited by all later ones.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+#: Beside a drafter's config.json: the temperatures fitted for it.
+FILE_NAME = "calibration.json"
 
 DEFAULT_GRID: tuple[float, ...] = tuple(2.0 ** (step / 16) for step in range(-48, 49))
 """Temperatures 1/8 to 8, sixteen per octave; contains 1 exactly."""
@@ -67,6 +72,37 @@ def expected_calibration_error(
     gap = torch.zeros(bins, dtype=torch.float64, device=guess.device)
     gap.index_add_(0, index, guess - seen)
     return float(gap.abs().sum()) / len(guess)
+
+
+def roc_auc(predicted: Tensor, observed: Tensor) -> float:
+    """Probability that a random 1 of ``observed`` was predicted above a random 0, ties
+    counting half: 0.5 says nothing, 1 tells them apart. NaN without both.
+
+    Args:
+        predicted: [N] scores.
+        observed: [N] outcomes, bool or 0/1.
+
+    Raises:
+        ValueError: for empty or mismatched inputs, NaN, or another outcome.
+    """
+    if predicted.ndim != 1 or predicted.shape != observed.shape or len(predicted) == 0:
+        raise ValueError(
+            f"predicted has shape {tuple(predicted.shape)} and observed "
+            f"{tuple(observed.shape)}; both must be [N] with the same N >= 1"
+        )
+    if bool(torch.isnan(predicted).any()):
+        raise ValueError("predicted contains NaN")
+    seen = observed.double()
+    if not bool(((seen == 0) | (seen == 1)).all()):
+        raise ValueError("observed has an entry other than 0 and 1")
+    _, place, counts = predicted.unique(return_inverse=True, return_counts=True)
+    # Mean rank, from 1 on, of each distinct score.
+    rank = counts.cumsum(0).double() - (counts - 1).double() / 2
+    ones, zeros = float(seen.sum()), float((1 - seen).sum())
+    if not ones or not zeros:
+        return math.nan
+    above = float((rank[place] * seen).sum()) - ones * (ones + 1) / 2
+    return above / (ones * zeros)
 
 
 @dataclass(frozen=True)
@@ -203,3 +239,24 @@ class SequentialTemperatureScaling:
                 f"temperatures is {values!r}; it must be a list of numbers"
             )
         return cls(tuple(float(value) for value in values))
+
+
+def read_calibration(directory: str | Path) -> SequentialTemperatureScaling | None:
+    """The temperatures beside a drafter's config.json, or None if there are none.
+
+    Raises:
+        ValueError: the file is there and cannot be used.
+    """
+    path = Path(directory) / FILE_NAME
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it must hold one JSON object")
+        return SequentialTemperatureScaling.from_dict(found)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}; write it anew with `dspark-k3 calibrate`, or take it "
+            "away"
+        ) from error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -379,6 +380,111 @@ def advise(
             console.print(report.advice_table(curve, machine, rows))
             for row in rows:
                 console.print(report.advice_words(row), markup=False, highlight=False)
+
+
+@app.command()
+def calibrate(
+    target: Annotated[Path, typer.Option(help="Target model directory.")],
+    draft: Annotated[Path, typer.Option(help="DSpark drafter directory.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines, {"prompt": text}; default held-out text.'),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Prompts used at most.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 96,
+    temperature: Annotated[float, typer.Option(help="Of target and drafts.")] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Default: calibration.json in the drafter's.")
+    ] = None,
+) -> None:
+    """Fit the drafter's confidence to what the target accepts, and say what it does.
+
+    Runs both models without an engine, on the CPU, in fp32.
+    """
+    with _user_errors():
+        for path, option in ((target, "--target"), (draft, "--draft")):
+            _check_model(path, option)
+        if count < 2 or max_tokens < 2:
+            raise ValueError(
+                f"--count {count} and --max-tokens {max_tokens}: both must be 2 or more"
+            )
+        from drafters.calibration import FILE_NAME
+        from experiments import calibrate as fitting
+        from experiments import report
+        from experiments.results import Recorder
+
+        chosen = _prompts(prompts, target, count)
+        model, drafter = fitting.load_pair(target, draft)
+        console = _console()
+        with _progress(console, len(chosen)) as update:
+            rounds = fitting.record(
+                model,
+                drafter,
+                chosen,
+                temperature=temperature,
+                max_new_tokens=max_tokens,
+                progress=lambda done: update(f"prompt {done} of {len(chosen)}", 1),
+            )
+        found = fitting.calibrate(rounds)
+        console.print(report.calibration_table(found))
+        before, after = found.errors
+        if after >= before:
+            raise RuntimeError(
+                f"on rounds that it was not fitted on the calibration is no better: "
+                f"mean error {before:.1%} before and {after:.1%} after. Nothing was "
+                f"written; {found.fitted} rounds may be too few: give more prompts "
+                "(--count, --prompts) or longer answers (--max-tokens)"
+            )
+        console.print(f"mean error {before:.1%} before, {after:.1%} after")
+        where = out or draft / FILE_NAME
+        given = {
+            "target": target.name,
+            "prompts": str(prompts or "held-out text"),
+            "temperature": temperature,
+            "max_new_tokens": max_tokens,
+        }
+        made = fitting.document(found, Recorder().provenance | given)
+        where.write_text(json.dumps(made, indent=1) + "\n")
+        console.print(f"{where} written", markup=False, highlight=False, soft_wrap=True)
+
+
+#: A model of bytes has at most so many tokens.
+_BYTE_VOCABULARY = 512
+
+
+def _prompts(path: Path | None, target: Path, count: int) -> list[list[int]]:
+    """Token ids: of a file, or for a model of bytes held-out text of both kinds."""
+    from experiments.calibrate import read_prompts
+
+    if path is None:
+        from experiments.prompts import KINDS, held_out_prompts
+
+        words = json.loads((target / "config.json").read_text()).get("vocab_size", 0)
+        if words > _BYTE_VOCABULARY:
+            raise ValueError(
+                f"{target} has {words} tokens; the held-out text is for models of "
+                "bytes: give --prompts FILE"
+            )
+        half = -(-count // len(KINDS))
+        # Of two prompts after each other one is fitted to and one judged.
+        each = 2 * (-(-half // 2))
+        kinds = [held_out_prompts(kind, each) for kind in KINDS]  # type: ignore[arg-type]
+        return [prompt for kind in kinds for prompt in kind][:count]
+    if not path.is_file():
+        raise ValueError(f"--prompts {path} is no file")
+    tokenizer = target / "tokenizer.json"
+
+    def encode(text: str) -> list[int]:
+        if not tokenizer.is_file():
+            raise ValueError(
+                f"{tokenizer} is not there, so text cannot be turned into tokens: give "
+                "token ids as prompts"
+            )
+        from tokenizers import Tokenizer
+
+        return list(Tokenizer.from_file(str(tokenizer)).encode(text).ids)
+
+    return read_prompts(path, encode)[:count]
 
 
 @app.command()

@@ -52,6 +52,9 @@ class Settings:
         check_draft: refuse a Qwen3 DSpark checkpoint that does not fit the target or
             the speculative settings. Set it to false to load it unchecked, as vLLM
             does.
+        calibration: apply the calibration.json that stands beside a Qwen3 DSpark
+            checkpoint (`dspark-k3 calibrate` writes it) to the confidence that
+            adaptive verification goes by.
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
@@ -71,6 +74,7 @@ class Settings:
     """
 
     check_draft: bool = True
+    calibration: bool = True
     target: bool = False
     ops: Mapping[str, Side] = field(default_factory=_defaults)
     kda_layout: Layout = "snapshot"

@@ -10,6 +10,7 @@ from rich.table import Table
 from experiments import speedup
 from experiments.acceptance import AcceptanceCurve
 from experiments.advice import Advice
+from experiments.calibrate import Calibration
 from experiments.step_time import StepTimeProfile
 from experiments.sweep import Measurement, combined_label
 
@@ -133,3 +134,41 @@ def advice_words(row: Advice) -> str:
     else:
         tail = f"confidence scheduling brings nothing more ({gain:+.0%})"
     return f"batch {row.batch}: {head} ({row.reason}); {tail}."
+
+
+def calibration_table(found: Calibration) -> Table:
+    """Survival by draft position on rounds that the fit has not seen."""
+    table = Table(
+        title=f"Confidence on {found.judged} rounds it was not fitted on \\[measured]",
+        caption=(
+            "Survival: at least so many drafts were accepted. Before and after "
+            f"sequential temperature scaling, fitted on {found.fitted} other rounds. "
+            "Error: expected calibration error, 20 bins. AUC: how well the rounds that "
+            "survive are told from the others, 0.5 is chance."
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in (
+        "position",
+        "temperature",
+        "observed",
+        "predicted",
+        "after",
+        "error",
+        "after",
+        "AUC",
+        "after",
+    ):
+        table.add_column(name, justify="right")
+    for each, temperature in zip(
+        found.positions, found.scaling.temperatures, strict=True
+    ):
+        table.add_row(
+            str(each.position),
+            f"{temperature:.2f}",
+            f"{each.observed:.1%}",
+            *(f"{value:.1%}" for value in (*each.predicted, *each.error)),
+            *(f"{value:.3f}" for value in each.auc),
+        )
+    return table

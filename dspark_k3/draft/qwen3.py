@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's Qwen3 DSpark drafter with its checkpoint checked before anything is built.
 
-Registered under the in-tree name ``Qwen3DSparkModel``; apart from the check, one log
-line and, on a CPU, `normalise_each_layer`, it is the in-tree class.
+Registered under the in-tree name ``Qwen3DSparkModel``; apart from the check, a log
+line, a calibration if one stands beside the checkpoint (`calibrated`) and, on a CPU,
+`normalise_each_layer`, it is the in-tree class.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.platforms import current_platform
 
 from dspark_k3 import settings
+from dspark_k3.draft.calibrated import CalibratedConfidence
 from dspark_k3.draft.checks import check_qwen3_draft
 
 logger = logging.getLogger("vllm.dspark_k3")
@@ -44,12 +46,13 @@ def normalise_each_layer(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
     return normalise
 
 
-class CheckedQwen3DSpark(Qwen3DSparkForCausalLM):
+class CheckedQwen3DSpark(CalibratedConfidence, Qwen3DSparkForCausalLM):
     """The in-tree drafter; raises CheckpointError for a checkpoint that cannot work."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         speculative = vllm_config.speculative_config
-        if settings.read(vllm_config.additional_config).check_draft:
+        asked = settings.read(vllm_config.additional_config)
+        if asked.check_draft:
             target = vllm_config.model_config
             config = check_qwen3_draft(
                 speculative.draft_model_config.hf_config.to_dict(),
@@ -69,5 +72,10 @@ class CheckedQwen3DSpark(Qwen3DSparkForCausalLM):
                 speculative.draft_sample_method,
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if asked.calibration:
+            self.calibrate(
+                speculative.draft_model_config.model,
+                speculative.num_speculative_tokens,
+            )
         if current_platform.is_cpu():
             self.model._normalize_context_k = normalise_each_layer(self.model)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import mannwhitneyu
 
 from drafters.calibration import (
     DEFAULT_GRID,
     SequentialTemperatureScaling,
     expected_calibration_error,
+    roc_auc,
     survival_from_confidence,
 )
 
@@ -70,6 +72,23 @@ def test_one_bin_is_the_bias_and_more_bins_never_report_less(
     fine = expected_calibration_error(predicted, observed, bins=20)
     assert coarse == pytest.approx(bias, abs=1e-12)
     assert coarse - 1e-12 <= fine <= 1.0
+
+
+@pytest.mark.parametrize("values", [3, 50, 10_000])
+def test_area_under_the_curve_is_mann_whitneys(values: int) -> None:
+    """With many ties and with none."""
+    gen = torch.Generator().manual_seed(values)
+    score = torch.randint(values, (400,), generator=gen).double() / values
+    outcome = torch.rand(400, generator=gen) < 0.2 + 0.6 * score
+    ones, zeros = score[outcome].numpy(), score[~outcome].numpy()
+    wanted = mannwhitneyu(ones, zeros).statistic / (len(ones) * len(zeros))
+    assert roc_auc(score, outcome) == pytest.approx(wanted, abs=1e-12)
+    assert roc_auc(-score, outcome) == pytest.approx(1 - wanted, abs=1e-12)
+
+
+def test_area_of_one_outcome_is_not_a_number() -> None:
+    assert math.isnan(roc_auc(torch.tensor([0.1, 0.2]), torch.tensor([1, 1])))
+    assert roc_auc(torch.tensor([0.1, 0.2]), torch.tensor([0, 1])) == 1
 
 
 def test_survival_is_the_running_product() -> None:
@@ -166,6 +185,9 @@ BAD: list[tuple[Any, str]] = [
         "the same N",
     ),
     (lambda: expected_calibration_error(torch.zeros(1), torch.ones(1), 0), "bins is 0"),
+    (lambda: roc_auc(torch.zeros(2), torch.zeros(3)), "the same N"),
+    (lambda: roc_auc(torch.tensor([torch.nan]), torch.ones(1)), "predicted contains"),
+    (lambda: roc_auc(torch.ones(1), torch.tensor([0.5])), "observed has"),
     (
         lambda: expected_calibration_error(torch.tensor([2.0]), torch.ones(1)),
         "predicted has",
