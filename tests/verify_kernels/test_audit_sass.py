@@ -448,3 +448,23 @@ def test_without_nvdisasm_the_audit_says_that_slots_were_not_checked(
     out = capsys.readouterr().out
     assert "Slots handed back: not checked, no nvdisasm on PATH" in out
     assert "arrivals of" not in out
+
+
+def test_kernels_without_barriers_are_not_disassembled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They hand nothing back; it is half of an audit's time."""
+    import verify_kernels.audit as package
+    from verify_kernels.common.variant import variants
+
+    def looked_at(cubin: bytes) -> Code:
+        raise ValueError("looked at")
+
+    found = {
+        name: next(v for v in variants((op,)) if v.name.startswith(name))
+        for op, name in (("prefetch", ""), ("skinny_gemm", "k384_"))
+    }
+    monkeypatch.setattr(package, "disassemble", looked_at)
+    without, ring = (package.audit(each, "sm_90a") for each in found.values())
+    assert without.findings == () and without.arrivals in (0, None)
+    assert ring.arrivals is None and "looked at" in ring.findings[-1]
