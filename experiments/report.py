@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from experiments import speedup
 from experiments.acceptance import AcceptanceCurve
 from experiments.advice import Advice
-from experiments.calibrate import Calibration
 from experiments.step_time import StepTimeProfile
 from experiments.sweep import Measurement, combined_label
+
+if TYPE_CHECKING:  # It needs torch, and advice does not.
+    from experiments.calibrate import Calibration
 
 
 def acceptance_table(measured: Sequence[Measurement], version: str) -> Table:
