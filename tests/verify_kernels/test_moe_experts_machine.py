@@ -179,7 +179,6 @@ def run(
         (WIDE, 2, None),
         (ODD, 2, None),
         (STEPS, 17, 5),
-        (LAPS, 3, None),
         (MORE, 9, 4),
     ],
     ids=str,
@@ -328,7 +327,7 @@ def test_rows_without_any_expert_are_zero() -> None:
     assert not tests.result(one, SMALL, weights.bank(), latent, ids, shares).any()
 
 
-@pytest.mark.parametrize(("half", "shape"), [(up, WIDE), (down, LAPS)])
+@pytest.mark.parametrize(("half", "shape"), [(up, WIDE), (down, STEPS)])
 def test_a_place_is_asked_for_when_its_products_are_there(
     half: Any, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
