@@ -8,7 +8,7 @@ the accepted ones plus one token of the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -129,6 +129,29 @@ def speculate(
             break
         anchor = torch.tensor(run[-1:], device=where)
     return trace
+
+
+def traces(
+    target: Target,
+    drafter: DSparkDrafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    draft_length: int | None = None,
+) -> Iterator[Trace]:
+    """`speculate` after each prompt, prompt i drawn with seed i; with the drafter's
+    whole block if no ``draft_length`` is given."""
+    for seed, prompt in enumerate(prompts):
+        yield speculate(
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            draft_length=draft_length or drafter.config.block_size,
+            temperature=temperature,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
 
 def _finish(

@@ -409,6 +409,13 @@ def calibrate(
                 f"--count {count} and --max-tokens {max_tokens}: both must be 2 or more"
             )
         from drafters.calibration import FILE_NAME
+
+        where = out or draft / FILE_NAME
+        # Before minutes are spent on what could not be written.
+        if not where.parent.is_dir():
+            raise ValueError(
+                f"--out {where}: there is no directory {where.parent}; make it first"
+            )
         from experiments import calibrate as fitting
         from experiments import report
         from experiments.results import Recorder
@@ -436,7 +443,6 @@ def calibrate(
                 "(--count, --prompts) or longer answers (--max-tokens)"
             )
         console.print(f"mean error {before:.1%} before, {after:.1%} after")
-        where = out or draft / FILE_NAME
         given = {
             "target": target.name,
             "prompts": str(prompts or "held-out text"),

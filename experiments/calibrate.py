@@ -26,7 +26,7 @@ from drafters.calibration import (
     roc_auc,
     survival_from_confidence,
 )
-from drafters.loop import speculate
+from drafters.loop import traces
 from drafters.target import Target
 
 
@@ -92,16 +92,14 @@ def record(
     Raises ValueError for a drafter without a confidence head, or an empty prompt.
     """
     found = []
-    for seed, prompt in enumerate(prompts):
-        trace = speculate(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            draft_length=drafter.config.block_size,
-            temperature=temperature,
-            generator=torch.Generator().manual_seed(seed),
-        )
+    spoken = traces(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+    )
+    for done, trace in enumerate(spoken, 1):
         if trace.accepted and not trace.confidence_logits:
             raise ValueError(
                 "the drafter has no confidence head (enable_confidence_head in its "
@@ -114,7 +112,7 @@ def record(
                 torch.tensor(trace.accepted, dtype=torch.int64),
             )
         )
-        progress(seed + 1)
+        progress(done)
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.backbone import DSparkDrafter
 from drafters.calibration import expected_calibration_error
-from drafters.loop import speculate
+from drafters.loop import traces
 from drafters.target import Target
 from experiments.corpora import Kind, held_out_bytes, held_out_prompts
 from experiments.tiny_k3.target import K3Target
@@ -104,16 +104,14 @@ def acceptance(
     """Speculate after each prompt with the engine-free loop, prompt i with seed i."""
     accepted: list[int] = []
     confidence: list[list[float]] = []
-    for seed, prompt in enumerate(prompts):
-        trace = speculate(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens=tokens,
-            draft_length=draft_length or drafter.config.block_size,
-            temperature=temperature,
-            generator=torch.Generator().manual_seed(seed),
-        )
+    for trace in traces(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=tokens,
+        temperature=temperature,
+        draft_length=draft_length,
+    ):
         accepted += trace.accepted
         confidence += trace.confidence_logits
     return Acceptance(accepted, confidence)

@@ -198,6 +198,7 @@ def test_a_calibration_that_is_no_better_is_not_written(
     [
         (["--count", "1"], "both must be 2 or more"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl is no file"),
+        (["--out", "nowhere/c.json"], "there is no directory nowhere; make it first"),
     ],
 )
 def test_bad_options_are_one_line(pair: list[str], more: list[str], words: str) -> None:

@@ -453,7 +453,7 @@ def test_without_nvdisasm_the_audit_says_that_slots_were_not_checked(
 def test_kernels_without_barriers_are_not_disassembled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They hand nothing back; it is half of an audit's time."""
+    """They hand nothing back; it is a third of an audit's time."""
     import verify_kernels.audit as package
     from verify_kernels.common.variant import variants
 

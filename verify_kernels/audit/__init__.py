@@ -137,8 +137,8 @@ def _check_slots(
 ) -> tuple[int | None, str, list[str]]:
     """Number of arrivals checked, why none were, and what was found.
 
-    Without ``barriers`` there can be none: the machine code, which takes half of an
-    audit's time, is not looked at.
+    Without ``barriers`` there can be none: the machine code, which takes a third of
+    an audit's time, is not looked at.
     """
     try:
         if not barriers:
