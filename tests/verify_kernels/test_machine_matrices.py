@@ -26,6 +26,8 @@ mad.lo.s32 %r5, %r6, {PITCH}, 0; add.s32 %r5, %r5, smem;
 STORE = "st.shared.v4.b32 [%r4+64], {%r10,%r11,%r12,%r13};"
 FOUR = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r20,%r21,%r22,%r23}, [%r5+64];"
 TWO = "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r20,%r21}, [%r5+64];"
+ONE = "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r20}, [%r5+64];"
+FORMS = {1: ONE, 2: TWO, 4: FOUR}
 OUT = "st.global.v4.b32 [%d6], {%r20,%r21,%r22,%r23};"
 SHARED_BYTES = 64 + 32 * PITCH
 
@@ -50,22 +52,34 @@ def check(body: str, right: Tensor | None, fault: str = "", **sizes: int) -> Non
             assert torch.equal(out, right)
 
 
-def expected(count: int) -> Tensor:
-    """Register i has of matrix i row lane / 4, of that word lane mod 4."""
+def expected(count: int, across: bool = False) -> Tensor:
+    """Register i has of matrix i row lane / 4, of that word lane mod 4; across, column
+    lane / 4, of that rows 2 (lane mod 4), + 1."""
     right = torch.full((32, 4), 7, dtype=torch.int32)
+    halves = rows().view(torch.int16)
     for i in range(count):
-        right[:, i] = rows()[(8 * i + LANE // 4) * 5 % 32, LANE % 4]
+        if across:
+            pair = 8 * i + 2 * (LANE[:, None] % 4) + torch.arange(2)
+            words = halves[pair * 5 % 32, LANE[:, None] // 4].contiguous()
+            right[:, i] = words.view(torch.int32)[:, 0]
+        else:
+            right[:, i] = rows()[(8 * i + LANE // 4) * 5 % 32, LANE % 4]
     return right
 
 
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("count", FORMS)
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
-def test_every_lane_gives_a_row_and_gets_a_word_of_each_matrix(space: str) -> None:
+def test_every_lane_gives_a_row_and_gets_a_word_of_each_matrix(
+    space: str, count: int, across: bool
+) -> None:
+    """Of fewer than four matrices the addresses of the first lanes count, the others
+    may be odd."""
+    start = "".join(f"mov.b32 %r{i}, 7;" for i in range(21, 24))
+    wild = f"setp.ge.u32 %p1, %r0, {8 * count}; @%p1 mov.b32 %r5, -3;"
+    load = FORMS[count].replace("shared", "trans." * across + space)
     met = STORE + "bar.warp.sync -1;"
-    check(met + FOUR.replace("shared", space) + OUT, expected(4))
-    # Of two matrices the addresses of the first 16 lanes count, the others may be odd.
-    start = met + "mov.b32 %r22, 7; mov.b32 %r23, 7; setp.ge.u32 %p1, %r0, 16;"
-    wild = "@%p1 mov.b32 %r5, -3;"
-    check(start + wild + TWO.replace("shared", space) + OUT, expected(2))
+    check(met + start + wild + load + OUT, expected(count, across))
 
 
 def test_the_b_operand_of_a_matrix_product() -> None:
@@ -199,9 +213,9 @@ def test_a_lane_that_goes_elsewhere_is_waited_for() -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [FOUR.replace(".x4", ".x4.trans"), FOUR.replace(".shared", ""),
-     TWO.replace(".x2", ".x1").replace(",%r21", ""), TWO.replace("x2", "x4"),
-     TWO.replace("%r21", "%r20")],
+    [FOUR.replace(".x4", ".trans.x4"), FOUR.replace(".shared", ""),
+     FOUR.replace(".x4", ".x3").replace(",%r23", ""), FOUR.replace("b16", "b8"),
+     TWO.replace("x2", "x4"), TWO.replace("x2", "x1"), TWO.replace("%r21", "%r20")],
 )  # fmt: skip
 def test_other_forms_are_refused(form: str) -> None:
     message = "the machine does not know this form of ldmatrix|it takes . registers"

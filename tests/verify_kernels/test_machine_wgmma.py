@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine's wgmma: the bits of its mma.sync, and a fault for what a GPU would
-punish with wrong sums or a hang."""
+punish with wrong sums or a hang. A from shared memory and swizzles:
+`test_machine_wgmma_shared`."""
 
 from __future__ import annotations
 
@@ -234,8 +235,8 @@ AGAIN = product(8, 0, "desc", "no") + COMMIT + WAIT
         (replaced(WAITED, f"{LANE} @some {FENCE}"), "some lanes of the warp do not"),
         (replaced(WAITED, f"{LANE} @some ret; {FENCE}"), "lanes .* have ended"),
         (replaced(BEFORE, f"{LANE} @some add.s64 other, other, 1;"), "disagree"),
-        (replaced(BEFORE, f"or.b64 other, other, {1 << 62};"), "no swizzle or base"),
-        (replaced(BEFORE, f"or.b64 other, other, {1 << 49};"), "no swizzle or base"),
+        (replaced(BEFORE, f"or.b64 other, other, {2 << 62};"), "no such swizzle or"),
+        (replaced(BEFORE, f"or.b64 other, other, {1 << 49};"), "no such swizzle or"),
         (replaced(BEFORE, "add.s64 other, other, 64;"), "which has 576 bytes"),
     ],
 )  # fmt: skip
@@ -397,7 +398,8 @@ def test_a_warp_that_waits_for_a_later_one_of_its_warpgroup_may_hang() -> None:
     "instruction",
     [
         product(8, 0).replace("1, 1, 0;", "1, -1, 0;"),
-        product(8, 0).replace("1, 1, 0;", "1, 1, 1;"),
+        product(8, 0).replace("1, 1, 0;", "1, 1, 2;"),
+        product(8, 0).replace("1, 1, 0;", "1, 1, 0, 0;"),
         product(8, 0).replace("{a00,a01,a02,a03}", "other"),
         product(8, 0).replace("m64n8k16", "m64n16k16"),
         product(8, 0).replace("m64n8k16", "m64n12k16"),

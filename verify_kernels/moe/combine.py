@@ -24,7 +24,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.common.arithmetic import add_tree, halves
-from verify_kernels.moe.device import open_once, put, word
+from verify_kernels.common.shared import put, word
+from verify_kernels.moe.device import open_once
 
 #: Columns of a thread: 16 bytes of fp32.
 VECTOR = 4

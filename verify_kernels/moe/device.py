@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
 
 from verify_kernels.common import ptx
+from verify_kernels.common.shared import put
 from verify_kernels.moe.mxfp4 import GROUP
 
 #: Pairs of a row and an expert that one mma has columns for.
@@ -25,23 +26,6 @@ MAGNITUDES = 0x01C001C0
 SHIFTS = 0x3F003F00
 #: Below it tanh is a polynomial: 1 - 2^(-2 x log2 e) would cancel.
 SMALL = 0.25
-
-
-def place(address, kind):
-    """Of a number in shared memory."""
-    align = kind.width // 8
-    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(1))
-
-
-def word(address, kind=Int32):
-    """A number in shared memory."""
-    return place(address, kind)[0]
-
-
-def put(address, value, kind=Int32):
-    """Writes a number to shared memory."""
-    place(address, kind)[0] = value
 
 
 @cute.jit

@@ -25,7 +25,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
-from verify_kernels.moe.device import open_once, put, sigmoid, word
+from verify_kernels.common.shared import put, word
+from verify_kernels.moe.device import open_once, sigmoid
 
 INFINITY_BITS = 0x7F800000
 #: Below every key; that of NaN, above all others.

@@ -26,8 +26,10 @@ On request (``races``) accesses to shared memory that no barrier orders are faul
 whether or not they come in the wrong order, and so are stores that a wgmma reads with
 no ``fence.proxy.async`` behind them: `machine.order`.
 
-Of Hopper's wgmma that with A in registers and B without swizzle is known, and what PTX
-asks of its registers, groups and warps is checked: `machine.wgmma`.
+Of Hopper's wgmma that of bf16 is known, with A in registers or in shared memory, and
+what PTX asks of its registers, groups and warps is checked: `machine.wgmma`. In shared
+memory A has K fastest, B either; K without swizzle or with that of 128 bytes, tokens
+with that: `machine.descriptor`.
 
 Not modelled: time, caches, bank conflicts; the order of sums inside the tensor cores
 (fp64 here) and the error of approximate functions; stores that become visible late, so

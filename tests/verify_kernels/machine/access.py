@@ -114,16 +114,19 @@ def _load(decoder: Decoder, ins: Instruction) -> Decoded:
     return Decoded(run)
 
 
-_MATRICES = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([24])\.shared(?:::cta)?\.b16")
+_MATRICES = re.compile(
+    r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16"
+)
 
 
 def _load_matrices(decoder: Decoder, ins: Instruction) -> Decoded:
     """Matrices of 8 rows, 16 bytes each: lane 8 i + r reads row r of matrix i, whose
-    words come to lanes 4 r .. 4 r + 3, in register i."""
+    words come to lanes 4 r .. 4 r + 3, in register i; with .trans those lanes get
+    column r, two rows a word."""
     found = _MATRICES.fullmatch(ins.opcode)
     if found is None:
         raise decoder.refuse("the machine does not know this form of ldmatrix")
-    count = int(found[1])
+    count, across = int(found[1]), bool(found[2])
     targets = decoder.rows(ins.operands[0], "b32")
     if len(set(targets)) != count or len(targets) != count:
         raise decoder.refuse(f"it takes {count} registers")
@@ -142,7 +145,11 @@ def _load_matrices(decoder: Decoder, ins: Instruction) -> Decoded:
         def come() -> None:
             if order is not None and read is not None:
                 order.came(warp, read)
-            words = fetch().reshape(count, 32)
+            words = fetch()
+            if across:
+                halves = words.view(np.uint16).reshape(count, 8, 8)
+                words = halves.transpose(0, 2, 1).copy().view(np.uint32)
+            words = words.reshape(count, 32)
             for row, values in zip(targets, words, strict=True):
                 warp.rows["b32"][row][:] = values
 
@@ -158,14 +165,18 @@ def _load_parameter(
     start = int(displacement or 0)
     if name not in decoder.parameters:
         raise decoder.refuse(f"{name} is no parameter")
-    if start + size > decoder.parameters[name]:
+    names = ins.operands[0].strip("{}").replace(" ", "").split(",")
+    if start + size * len(names) > decoder.parameters[name]:
         raise decoder.refuse("the read leaves the parameter")
-    row = decoder.row(ins.operands[0], kind)
+    rows = [decoder.row(target, kind) for target in names]
 
     def run(warp: Warp, lanes: Lanes) -> None:
-        data = warp.cta.cluster.parameters[name][start : start + size]
-        target = warp.rows[kind][row]
-        target[() if lanes is None else lanes] = np.frombuffer(data, target.dtype)[0]
+        for i, row in enumerate(rows):
+            at = start + size * i
+            data = warp.cta.cluster.parameters[name][at : at + size]
+            target = warp.rows[kind][row]
+            where = () if lanes is None else lanes
+            target[where] = np.frombuffer(data, target.dtype)[0]
 
     return run
 

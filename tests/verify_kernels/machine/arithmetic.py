@@ -56,6 +56,11 @@ def _divide(a: Array, b: Array) -> Array:
     return np.where((wide < 0) != (by < 0), -size, size)
 
 
+def _remainder(a: Array, b: Array) -> Array:
+    """With the sign of ``a``."""
+    return a.astype(np.int64) - _divide(a, b) * b.astype(np.int64)
+
+
 def _fma(a: Array, b: Array, c: Array) -> Array:
     """The product is exact in fp64; the sum is rounded twice, to fp64 and to fp32."""
     return (a.astype(np.float64) * b + c).astype(np.float32)
@@ -108,6 +113,7 @@ SAME_TYPE: dict[str, Function] = {
     "mad.lo": lambda a, b, c: a * b + c,
     "fma.rn": _fma,
     "div": _divide,
+    "rem": _remainder,
     "div.rn": np.divide,
     "min": _smaller,
     "max": _larger,
@@ -119,6 +125,8 @@ SAME_TYPE: dict[str, Function] = {
     "abs": np.abs,
     "popc": _ones,
     "ex2.approx.ftz": _approximate(np.exp2),
+    "lg2.approx.ftz": _approximate(np.log2),
+    "rcp.rn": lambda a: np.float32(1) / a,
     "rcp.approx.ftz": _approximate(lambda a: 1 / a),
     "rsqrt.approx.ftz": _approximate(lambda a: 1 / np.sqrt(a)),
 }
@@ -263,20 +271,24 @@ def _convert(decoder: Decoder, ins: Instruction) -> Decoded:
 
 
 def _move(decoder: Decoder, ins: Instruction) -> Decoded:
-    """A copy, or ``{low, high} = a`` and ``a = {low, high}``."""
+    """A copy, or ``{low, high} = a``, one of which may be ``_``, and ``a = {low,
+    high}``."""
     kind = ins.opcode.rpartition(".")[2]
     target, source = ins.operands
     if "{" not in ins.text:
         to, of = (kind, decoder.row(target, kind)), (kind, decoder.row(source, kind))
         return _apply(lambda a: a, to, of)
     half = f"b{BITS[kind] // 2}"
-    halves = decoder.rows(target if target.startswith("{") else source, half)
+    parted = target if target.startswith("{") else source
+    names = parted.strip("{}").replace(" ", "").split(",")
+    taken = [i for i, name in enumerate(names) if name != "_"]
+    halves = [decoder.row(names[i], half) for i in taken]
     whole = decoder.row(source if target.startswith("{") else target, kind)
 
     def take(warp: Any, lanes: Lanes) -> None:
         rows = warp.rows
         parts = rows[kind][whole].view(rows[half][halves[0]].dtype).reshape(-1, 2)
-        for row, values in zip(halves, parts.T.copy(), strict=True):
+        for row, values in zip(halves, parts.T[taken], strict=True):
             put(rows[half][row], values, lanes)
 
     def give(warp: Any, lanes: Lanes) -> None:
@@ -289,10 +301,23 @@ def _move(decoder: Decoder, ins: Instruction) -> Decoded:
 
 BUILDERS: dict[str, Build] = {
     **dict.fromkeys(
-        ("add", "sub", "fma", "div", "min", "max", "and", "or", "xor", "not", "neg"),
+        (
+            "add",
+            "sub",
+            "fma",
+            "div",
+            "rem",
+            "min",
+            "max",
+            "and",
+            "or",
+            "xor",
+            "not",
+            "neg",
+        ),
         _elementwise,
     ),
-    **dict.fromkeys(("abs", "popc", "ex2", "rcp", "rsqrt"), _elementwise),
+    **dict.fromkeys(("abs", "popc", "ex2", "lg2", "rcp", "rsqrt"), _elementwise),
     **dict.fromkeys(("shl", "shr"), _shift),
     **dict.fromkeys(("mul", "mad"), _multiply),
     "setp": _compare,

@@ -22,8 +22,9 @@ What a lane has started to copy (cp.async) nobody may touch until it has waited 
 copy; then it is a store of that lane.
 
 wgmma reads through the asynchronous proxy: it has to know, of every store by a lane, a
-``fence.proxy.async`` of the same lane that came after it. Copies and remote stores need
-none.
+``fence.proxy.async`` of the same lane that came after it; of a cp.async, one after the
+lane had waited for it. Bulk copies and remote stores need none. Its reads, of A's rows
+by their warp and of B by all four, are under way until the warp has waited for it.
 
 So a lane that arrives speaks for its own accesses and for reads that its data needs,
 not for all that its warp has done before it met: compute-sanitizer's racecheck takes

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's asynchronous matrix products: wgmma with A in registers.
+"""Hopper's asynchronous matrix products: wgmma of bf16, with A in registers or in
+shared memory, B in shared memory; how they lie there: `machine.descriptor`.
 
 Every warp of a warpgroup (four, the first a multiple of four) multiplies its own 16
-rows, in the arithmetic of mma.sync. What is undefined in PTX or hangs is a fault:
+rows, in the arithmetic of mma.sync. It reads those rows of A and all of B. What is
+undefined in PTX or hangs is a fault:
 
     a register of A or D that is used by anything else between the product and the wait
     such a use before the product with no wgmma.fence after it
@@ -23,8 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.verify_kernels.machine.descriptor import (
+    columns_fastest,
+    rows_fastest,
+    wide,
+)
 from tests.verify_kernels.machine.exchange import add_product, row_factor
-from tests.verify_kernels.machine.memory import Array, Fault
+from tests.verify_kernels.machine.memory import Fault
 from tests.verify_kernels.machine.ptx import (
     Build,
     Decoded,
@@ -41,9 +48,6 @@ if TYPE_CHECKING:
 #: Warps of a warpgroup.
 WARPS = 4
 _PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16")
-_FIELD = 0x3FFF
-#: Bits of a descriptor that are not an address or an offset: swizzle among them.
-_UNUSED = (1 << 64) - 1 & ~(_FIELD | _FIELD << 16 | _FIELD << 32)
 
 
 @dataclass
@@ -178,67 +182,67 @@ def _uniform(warp: Warp, kind: str, row: int) -> int:
     return int(values[0])
 
 
-def _core_rows(descriptor: int, tiles: int) -> Array:
-    """Addresses of 16 bytes each within a CTA, [tiles, 2, 8]: tile, half of k, token.
-
-    The start has 18 bits. Of an address with a rank above them the rank comes into the
-    leading offset: CTA 0 of a cluster is right, the others read B from other places.
-    """
-    if descriptor & _UNUSED:
-        raise Fault(f"descriptor {descriptor:#x}: the machine knows no swizzle or base")
-    start, leading, stride = ((descriptor >> bit & _FIELD) << 4 for bit in (0, 16, 32))
-    tile, half, token = np.ogrid[:tiles, :2, :8]
-    return start + tile * stride + half * leading + 16 * token
-
-
 def _product(decoder: Decoder, ins: Instruction) -> Decoded:
-    """D [64, N] = A B (+ D): A [64, 16] in registers, B [16, N] in shared memory, K
-    fastest, as core matrices of 8 tokens by 16 bytes.
+    """D [64, N] = A B (+ D): A [64, 16] in registers or, K fastest, in shared memory,
+    B [16, N] there, either fastest.
 
     Warp i has rows 16 i .., and of token tile n what mma.sync.m16n8k16 has in
     d[4 n .. 4 n + 3].
     """
     found = _PRODUCT.fullmatch(ins.opcode)
-    tail = ins.operands[4:]
-    if found is None or len(ins.operands) != 7 or tail != ("1", "1", "0"):
+    held = len(ins.operands) > 1 and ins.operands[1].startswith("{")
+    # Signs of A and B, which of them have rows fastest; of a held A none is said.
+    *signs, across = ins.operands[4:] or ("",)
+    if (
+        found is None
+        or signs != ["1", "1", *([] if held else ["0"])]
+        or across not in ("0", "1")
+    ):
         raise decoder.refuse("the machine does not know this form of wgmma")
-    if not ins.operands[1].startswith("{"):
-        raise decoder.refuse("the machine takes A from registers only")
     n = int(found[1])
     if n % 8 or not 8 <= n <= 256:
         raise decoder.refuse("N is a multiple of 8, 256 at most")
     tiles = n // 8
-    d, a = (decoder.rows(ins.operands[i], "f32") for i in (0, 1))
-    if (len(d), len(a)) != (4 * tiles, 4):
-        raise decoder.refuse(f"it takes {4 * tiles} and 4 registers")
+    d = decoder.rows(ins.operands[0], "f32")
+    a = decoder.rows(ins.operands[1], "f32") if held else []
+    if len(d) != 4 * tiles or len(a) != 4 * held:
+        raise decoder.refuse(f"it takes {4 * tiles} and {4 * held} registers")
     d_registers = tuple((32, row) for row in d)
     a_registers = frozenset((32, row) for row in a)
     if len(set(d)) < len(d) or not a_registers.isdisjoint(d_registers):
         raise decoder.refuse("a register stands there twice")
     decoder.matrix.update(d_registers, a_registers)
-    where, add = (
-        decoder.row(ins.operands[2], "u64"),
-        decoder.row(ins.operands[3], "pred"),
-    )
+    descriptors = [
+        decoder.row(operand, "u64") for operand in ins.operands[1 + held : 3]
+    ]
+    add = decoder.row(ins.operands[3], "pred")
     index = decoder.index
 
     def run(warp: Warp, lanes: Lanes) -> None:
         products, cluster = warp.products, warp.cta.cluster
         products.aligned(lanes)
-        descriptor = _uniform(warp, "u64", where)
+        *above, beside = (_uniform(warp, "u64", row) for row in descriptors)
         adds = bool(_uniform(warp, "pred", add))
-        products.event(index, ins.opcode, hex(descriptor), adds)
-        places = warp.cta.shared.window + _core_rows(descriptor, tiles).reshape(-1)
+        products.event(index, ins.opcode, *map(hex, (*above, beside)), adds)
+        lay = rows_fastest if across == "1" else columns_fastest
+        parts = [lay(beside, range(tiles))]
+        own = 2 * (warp.number % WARPS)
+        parts += [columns_fastest(one, range(own, own + 2)) for one in above]
+        places = warp.cta.shared.window + np.concatenate([p.ravel() for p in parts])
         fetch = warp.cta.shared.reader(places, 4, 4)
         order = cluster.order
         read = None if order is None else order.read_async(warp, places, 16)
 
         def compute() -> None:
-            left = row_factor(warp.rows["b32"], a)
-            halves = fetch().view(np.uint16).astype(np.uint32) << 16
-            cores: Array = halves.view(np.float32).astype(np.float64)
-            cores = cores.reshape(tiles, 2, 8, 8).transpose(0, 2, 1, 3)
-            right: Array = cores.reshape(tiles, 8, 16)
+            # Contiguous, whichever is fastest: so sums have one order.
+            numbers, count = wide(fetch()), 128 * tiles
+            right = numbers[:count].reshape(tiles, 8, 16)
+            if across == "1":
+                right = right.reshape(tiles, 16, 8).transpose(0, 2, 1).copy()
+            if held:
+                left = row_factor(warp.rows["b32"], a)
+            else:
+                left = numbers[count:].reshape(16, 16)
             floats = warp.rows["f32"]
             for n in range(tiles):
                 out = [floats[row] for row in d[4 * n : 4 * n + 4]]

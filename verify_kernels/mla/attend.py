@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a step's rows over a paged latent cache, split over keys.
+
+    s_rj = <query_r, line_j> scale,  v_j = line_j[:512],  j < the keys that row r sees
+    m_r = max_j s_rj,  l_r = sum_j e^(s_rj - m_r),  o_r = sum_j e^(s_rj - m_r) v_j
+
+for every (row, head) pair r and each of its splits (`verify_kernels.mla.plan`), kept as
+o_r, m_r log2 e and l_r; `verify_kernels.mla.merge` adds the splits.
+
+A CTA walks along blocks of 64 keys with a tile of 64 pairs of one request, whose query
+rows stay in shared memory; a block's lines are read once for all of them, as keys and
+as values. Two warpgroups share a block:
+
+    scores    32 keys each, by wgmma (products.py); the maxima cross over
+    weights   e^(s - m), rounded to bf16, into shared memory; they cross over too
+    values    256 latent columns each
+
+While a block is multiplied the next one is copied (cp.async, 16 bytes, one line's page
+looked up for each), beyond the end of a split and of a request too; query rows come
+when the scores of the last block are there.
+
+A pair's sums begin anew at a split and run over its blocks in order, in fp32; keys that
+it does not see add exact zeros. So its bits depend on its own query and keys alone.
+Lines behind the last key are zeros in shared memory, whatever the cache has there.
+
+Read once: the cache lines of a tile. Early loads: none.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from verify_kernels.common import ptx
+from verify_kernels.common.shared import word
+from verify_kernels.common.wgmma import fence_stores
+from verify_kernels.mla import plan, products
+
+#: Width of a cache line, and of the part that values are.
+LINE = 576
+LATENT = 512
+GROUPS = 2
+THREADS = 128 * GROUPS
+LOG2_E = 1.4426950408889634
+_LINE_BYTES = 2 * LINE
+_TILE_BYTES = products.PANELS * products.PANEL_BYTES
+_STAGES = 2
+_KEYS_AT = _TILE_BYTES
+_WEIGHTS_AT = _KEYS_AT + _STAGES * _TILE_BYTES
+_MAXIMA_AT = _WEIGHTS_AT + products.PANEL_BYTES
+_TOTALS_AT = _MAXIMA_AT + 4 * GROUPS * plan.TILE
+_PLAN_AT = _TOTALS_AT + 4 * GROUPS * plan.TILE
+#: Lanes that copy a row of a panel, 16 bytes each.
+_COPIERS = products.ROW_BYTES // 16
+#: Rows that are copied at a time.
+_AT_ONCE = THREADS // _COPIERS
+
+
+class AttendKernel:
+    """For any number of heads, requests and pages, and any page."""
+
+    pdl = True
+    parameters = (
+        "query",
+        "cache",
+        "block_table",
+        "row_start",
+        "history",
+        "slots",
+        "sums",
+        "scales",
+    )
+    early_loads = ()
+    early_release = "dependents wait before they read what this kernel stores"
+    shared_bytes = _PLAN_AT + plan.PLAN_BYTES
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,  # bf16 [M, H, 576]
+        cache: cute.Tensor,  # bf16 [pages, page, 576], pages any distance apart
+        block_table: cute.Tensor,  # int32 [B, pages of a request]
+        row_start: cute.Tensor,  # int32 [B + 1]
+        history: cute.Tensor,  # int32 [B]
+        slots: cute.Tensor,  # int32 [B]
+        sums: cute.Tensor,  # fp32 [M' H, S, 512]
+        scales: cute.Tensor,  # fp32 [M' H, S, 2]
+        scale: Float32,
+        most: Int32,
+        causal: Int32,
+        counted: Int32,
+        ctas: Int32,
+        pdl: Int32,
+        stream,
+    ):
+        self.kernel(
+            query,
+            cache,
+            block_table,
+            row_start,
+            history,
+            slots,
+            sums,
+            scales,
+            scale * LOG2_E,
+            most,
+            causal,
+            counted,
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            use_pdl=pdl,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        query: cute.Tensor,
+        cache: cute.Tensor,
+        block_table: cute.Tensor,
+        row_start: cute.Tensor,
+        history: cute.Tensor,
+        slots: cute.Tensor,
+        sums: cute.Tensor,
+        scales: cute.Tensor,
+        scale: Float32,
+        most: Int32,
+        causal: Int32,
+        counted: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
+        lane = cute.arch.lane_idx()
+        heads = query.shape[1]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        at = base + _PLAN_AT
+        if thread < 32:
+            plan.make(at, lane, row_start, history, slots, heads, most, causal, counted)
+        cute.arch.sync_threads()
+        begin, end = plan.share(at, lane, cta, ctas)
+        if begin < end:
+            self.walk(
+                query,
+                cache,
+                block_table,
+                sums,
+                scales,
+                base,
+                thread,
+                begin,
+                end,
+                scale,
+                most,
+                causal,
+            )
+
+    @cute.jit
+    def walk(
+        self,
+        query: cute.Tensor,
+        cache: cute.Tensor,
+        block_table: cute.Tensor,
+        sums: cute.Tensor,
+        scales: cute.Tensor,
+        base,
+        thread,
+        begin,
+        end,
+        scale,
+        most,
+        causal,
+    ):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = warp >> 2
+        g, q = lane >> 2, lane & 3
+        heads = query.shape[1]
+        at = base + _PLAN_AT
+        #: Of a warpgroup's tile, this lane's first row; the other is eight further.
+        own = (warp & 3) * 16 + g
+        keys_at = base + _KEYS_AT
+        weights_at = base + _WEIGHTS_AT
+        here = keys_at + group * (products.KEYS * products.ROW_BYTES)
+        columns = keys_at + group * (4 * products.PANEL_BYTES)
+        # Place of this lane's weights in tile 0 of its four; chunks are XORed.
+        mine = weights_at + own * products.ROW_BYTES + 4 * q
+
+        index, tile, block, blocks, bits = plan.find(at, begin, lane)
+        self.copy_query(query, at, base, thread, index, tile, heads)
+        pages = self.pages(cache, block_table, at, thread, index, block)
+        self.copy_keys(cache, at, keys_at, thread, index, block, pages, Int32(1))
+        ptx.commit_copies()
+        seen = self.visible(at, index, tile, own, heads, causal)
+        follow = self.follow(at, lane, begin + 1, index, tile, block, blocks, bits)
+        next_index, next_tile, next_block, next_blocks, next_bits = follow
+        pages = self.pages(cache, block_table, at, thread, next_index, next_block)
+        sum_o = cute.make_rmem_tensor((products.COLUMNS // 2,), Float32)
+        sum_o.fill(0.0)
+        top = [Float32(-Float32.inf)] * 2
+        total = [Float32(0.0)] * 2
+
+        for place in cutlass.range(begin, end, unroll=1):
+            stage = ((place - begin) & 1) * _TILE_BYTES
+            ptx.wait_copies(0)
+            fence_stores()
+            # Nobody reads what the block before was in any more.
+            cute.arch.sync_threads()
+            more = place + 1 < end
+            self.copy_keys(
+                cache,
+                at,
+                keys_at + (_TILE_BYTES - stage),
+                thread,
+                next_index,
+                next_block,
+                pages,
+                Int32(more),
+            )
+            ptx.commit_copies()
+            s = products.scores(base, here + stage, warp & 3, lane)
+            first = block * plan.BLOCK + group * products.KEYS + 2 * q
+            highest = [Float32(-Float32.inf)] * 2
+            for n in cutlass.range_constexpr(len(s)):
+                half = n // 2 % 2
+                key = first + n // 4 * 8 + n % 2
+                s[n] = cutlass.select_(key < seen[half], s[n], Float32(-Float32.inf))
+                highest[half] = cute.arch.fmax(highest[half], s[n])
+            for half in cutlass.range_constexpr(2):
+                for offset in (1, 2):
+                    other = cute.arch.shuffle_sync_bfly(highest[half], offset=offset)
+                    highest[half] = cute.arch.fmax(highest[half], other)
+            self.tell(base + _MAXIMA_AT, group, own, q, highest)
+            cute.arch.sync_threads()
+            fresh = next_block == 0
+            if more & fresh:
+                self.copy_query(query, at, base, thread, next_index, next_tile, heads)
+            ptx.commit_copies()
+            theirs = self.told(base + _MAXIMA_AT, group, own)
+            shrink = []
+            for half in cutlass.range_constexpr(2):
+                new = cute.arch.fmax(
+                    top[half], cute.arch.fmax(highest[half], theirs[half])
+                )
+                shrink.append(cute.math.exp2((top[half] - new) * scale, fastmath=True))
+                top[half] = new
+                total[half] = total[half] * shrink[half]
+            for n in cutlass.range_constexpr(0, len(s), 2):
+                half = n // 2 % 2
+                pair = []
+                for i in cutlass.range_constexpr(2):
+                    shifted = cute.math.fma(s[n + i], scale, -top[half] * scale)
+                    pair.append(cute.math.exp2(shifted, fastmath=True))
+                    total[half] = total[half] + pair[i]
+                chunk = (group * 4 + n // 4) ^ g
+                ptx.store_shared_f32(
+                    mine + half * (8 * products.ROW_BYTES) + chunk * 16,
+                    ptx.float_from_bits(ptx.pack_bf16x2(*pair)),
+                )
+            self.shrink(sum_o, shrink)
+            fence_stores()
+            cute.arch.sync_threads()
+            follow = self.follow(
+                at,
+                lane,
+                place + 2,
+                next_index,
+                next_tile,
+                next_block,
+                next_blocks,
+                next_bits,
+            )
+            pages = self.pages(cache, block_table, at, thread, follow[0], follow[2])
+            self.add_values(sum_o, weights_at, columns + stage, warp & 3, lane)
+            rest = (Int32(1) << (bits - plan.BLOCK_BITS)) - 1
+            if ((next_block & rest) == 0) | (place + 1 == end):
+                split = block >> (bits - plan.BLOCK_BITS)
+                self.leave(
+                    sums,
+                    scales,
+                    base,
+                    at,
+                    index,
+                    tile,
+                    split,
+                    own,
+                    group,
+                    q,
+                    heads,
+                    most,
+                    scale,
+                    sum_o,
+                    top,
+                    total,
+                )
+                sum_o.fill(0.0)
+                top = [Float32(-Float32.inf)] * 2
+                total = [Float32(0.0)] * 2
+            index, tile, block, bits = next_index, next_tile, next_block, next_bits
+            if fresh:
+                seen = self.visible(at, index, tile, own, heads, causal)
+            next_index, next_tile, next_block, next_blocks, next_bits = follow
+
+    def shrink(self, sum_o, factors):
+        for n in range(products.COLUMNS // 2):
+            sum_o[n] = sum_o[n] * factors[n // 2 % 2]
+
+    def add_values(self, sum_o, weights, keys, warp, lane):
+        count = products.COLUMNS // 2
+        old = [sum_o[n] for n in range(count)]
+        new = products.values(weights, keys, old, warp, lane)
+        for n in range(count):
+            sum_o[n] = new[n]
+
+    @cute.jit
+    def follow(self, at, lane, place, index, tile, block, blocks, bits):
+        """The block behind one, which is at ``place``; behind the last one any."""
+        block = block + 1
+        if block == blocks:
+            index, tile, block, blocks, bits = plan.find(at, place, lane)
+        return index, tile, block, blocks, bits
+
+    def visible(self, at, index, tile, own, heads, causal):
+        """Keys that this lane's two pairs see; 0 where there is none."""
+        entry = plan.Entry(at, index)
+        _, pairs = entry.pairs(heads)
+        seen = []
+        for half in range(2):
+            pair = tile * plan.TILE + own + 8 * half
+            unseen = entry.end - 1 - entry.first - plan.quotient(pair, heads)
+            unseen = cutlass.select_(causal != 0, unseen, Int32(0))
+            seen.append(cutlass.select_(pair < pairs, entry.keys - unseen, Int32(0)))
+        return seen
+
+    def pages(self, cache, block_table, at, thread, index, block):
+        """Where the lines are that this lane copies of a block: pages, of the cache's
+        all, and lines in them."""
+        entry = plan.Entry(at, index)
+        # Behind the end it is nobody's.
+        request = cutlass.min(entry.request, block_table.shape[0] - 1)
+        page = cache.shape[1]
+        found = []
+        for first in range(0, plan.BLOCK, _AT_ONCE):
+            key = block * plan.BLOCK + first + thread // _COPIERS
+            key = cutlass.min(key, cutlass.max(entry.keys - 1, Int32(0)))
+            number = plan.quotient(key, page)
+            found.append(block_table[request, number])
+            found.append(key - number * page)
+        return found
+
+    def copy_keys(self, cache, at, to, thread, index, block, pages, live):
+        """Asks for a block's lines, zeros behind the last."""
+        keys = plan.Entry(at, index).keys
+        row = thread // _COPIERS
+        sources, sizes = [], []
+        for i, first in enumerate(range(0, plan.BLOCK, _AT_ONCE)):
+            source = cache.iterator.toint() + Int64(pages[2 * i]) * (
+                cache.stride[0] * 2
+            )
+            sources.append(source + pages[2 * i + 1] * _LINE_BYTES)
+            sizes.append(self.size(block * plan.BLOCK + first + row < keys))
+        self.copy_rows(to, thread, sources, sizes, live)
+
+    def copy_query(self, query, at, to, thread, index, tile, heads):
+        """Asks for a tile's query rows, zeros behind the last."""
+        begin, pairs = plan.Entry(at, index).pairs(heads)
+        sources, sizes = [], []
+        for first in range(0, plan.TILE, _AT_ONCE):
+            pair = tile * plan.TILE + first + thread // _COPIERS
+            there = pair < pairs
+            pair = begin + cutlass.select_(there, pair, Int32(0))
+            sources.append(query.iterator.toint() + Int64(pair) * _LINE_BYTES)
+            sizes.append(self.size(there))
+        self.copy_rows(to, thread, sources, sizes, Int32(1))
+
+    def size(self, there):
+        return cutlass.select_(there, Int32(16), Int32(0))
+
+    def copy_rows(self, to, thread, sources, sizes, live):
+        """A lane copies 16 bytes of every panel, of two rows."""
+        row, chunk = thread // _COPIERS, thread % _COPIERS
+        place = to + row * products.ROW_BYTES + (chunk ^ (row & 7)) * 16
+        for i, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+            source = source + Int64(chunk * 16)
+            for panel in range(products.PANELS):
+                ptx.copy_async_128_if(
+                    place,
+                    source,
+                    live,
+                    panel * products.PANEL_BYTES + i * _AT_ONCE * products.ROW_BYTES,
+                    panel * products.ROW_BYTES,
+                    size=size,
+                )
+
+    @cute.jit
+    def tell(self, at, group, own, q, numbers):
+        """Leaves two rows' numbers for the other warpgroup."""
+        if q == 0:
+            for half in cutlass.range_constexpr(2):
+                to = at + 4 * (group * plan.TILE + own + 8 * half)
+                ptx.store_shared_f32(to, numbers[half])
+
+    def told(self, at, group, own):
+        at = at + 4 * ((1 - group) * plan.TILE + own)
+        return [word(at + 32 * half, Float32) for half in range(2)]
+
+    @cute.jit
+    def leave(
+        self,
+        sums: cute.Tensor,
+        scales: cute.Tensor,
+        base,
+        at,
+        index,
+        tile,
+        split,
+        own,
+        group,
+        q,
+        heads,
+        most,
+        scale,
+        sum_o: cute.Tensor,
+        top,
+        total,
+    ):
+        """Stores what a split has come to."""
+        for half in cutlass.range_constexpr(2):
+            for offset in (1, 2):
+                total[half] = total[half] + cute.arch.shuffle_sync_bfly(
+                    total[half], offset=offset
+                )
+        self.tell(base + _TOTALS_AT, group, own, q, total)
+        cute.arch.sync_threads()
+        theirs = self.told(base + _TOTALS_AT, group, own)
+        begin, pairs = plan.Entry(at, index).pairs(heads)
+        for half in cutlass.range_constexpr(2):
+            pair = tile * plan.TILE + own + 8 * half
+            place = (Int64(begin + pair) << Int64(most)) + split
+            to = sums.iterator.toint() + place * (4 * LATENT)
+            to = to + (group * products.COLUMNS + 2 * q) * 4
+            if pair < pairs:
+                for n in cutlass.range_constexpr(products.COLUMNS // 8):
+                    words = [
+                        ptx.float_bits(sum_o[4 * n + 2 * half + i]) for i in range(2)
+                    ]
+                    ptx.store_global_64(to + 32 * n, words)
+                if (q == 0) & (group == 0):
+                    # Group 0 first, as the other one would add.
+                    found = (top[half] * scale, total[half] + theirs[half])
+                    ptx.store_global_64(
+                        scales.iterator.toint() + place * 8,
+                        [ptx.float_bits(v) for v in found],
+                    )
