@@ -191,8 +191,9 @@ class AttendKernel:
         mine = weights_at + own * products.ROW_BYTES + 4 * q
 
         index, tile, block, blocks, bits = plan.find(at, begin, lane)
-        self.copy_query(query, at, base, thread, index, tile, heads)
+        # The table's numbers are under way while the query is asked for.
         pages = self.pages(cache, block_table, at, thread, index, block)
+        self.copy_query(query, at, base, thread, index, tile, heads)
         self.copy_keys(cache, at, keys_at, thread, index, block, pages, Int32(1))
         ptx.commit_copies()
         seen = self.visible(at, index, tile, own, heads, causal)

@@ -94,18 +94,25 @@ class MergeKernel:
         heads = latent.shape[1]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        # Everything that needs no other number first, splits too of which nothing is
+        # known yet: requests one behind the other cost half a microsecond each.
+        place = Int64(row * heads + head) << Int64(most)
+        last = (Int32(1) << most) - 1
+        at = sums.iterator.toint() + place * (4 * LATENT) + thread * 16
+        words = self.load(at, Int32(0), last)
+        found = []
+        for half in cutlass.range_constexpr(2):
+            split = cutlass.min(lane + 32 * half, last)
+            found.append(
+                ptx.load_global_64(scales.iterator.toint() + (place + split) * 8)
+            )
         keys = self.keys_of(row, lane, row_start, history, slots, causal, counted)
         bits = plan.split_bits(keys, most)
         splits = (keys + ((Int32(1) << bits) - 1)) >> bits
-        place = Int64(row * heads + head) << Int64(most)
         tops, totals = [], []
         for half in cutlass.range_constexpr(2):
-            split = lane + 32 * half
-            there = split < splits
-            split = cutlass.select_(there, split, Int32(0))
-            at = scales.iterator.toint() + (place + split) * 8
-            found = ptx.load_global_64(at)
-            top, total = (ptx.float_from_bits(v) for v in found)
+            there = lane + 32 * half < splits
+            top, total = (ptx.float_from_bits(v) for v in found[half])
             tops.append(cutlass.select_(there, top, Float32(-Float32.inf)))
             totals.append(cutlass.select_(there, total, Float32(0.0)))
         highest = cute.arch.fmax(tops[0], tops[1])
@@ -114,26 +121,16 @@ class MergeKernel:
             highest = cute.arch.fmax(highest, other)
         shares = []
         for half in cutlass.range_constexpr(2):
-            split = lane + 32 * half
             share = cute.math.exp2(tops[half] - highest, fastmath=True)
-            shares.append(cutlass.select_(split < splits, share, Float32(0.0)))
+            there = lane + 32 * half < splits
+            shares.append(cutlass.select_(there, share, Float32(0.0)))
         whole = shares[0] * totals[0] + shares[1] * totals[1]
         for bit in cutlass.range_constexpr(5):
             whole = whole + cute.arch.shuffle_sync_bfly(whole, offset=1 << bit)
-        y = [Float32(0.0)] * 4
-        at = sums.iterator.toint() + place * (4 * LATENT) + thread * 16
-        for first in cutlass.range(0, splits, AHEAD, unroll=1):
-            words = []
-            for i in cutlass.range_constexpr(AHEAD):
-                split = cutlass.min(first + i, splits - 1)
-                words.append(ptx.load_global_f32x4(at + Int64(split) * (4 * LATENT)))
-            for i in cutlass.range_constexpr(AHEAD):
-                split = first + i
-                shared = cutlass.select_(split < 32, shares[0], shares[1])
-                share = cute.arch.shuffle_sync(shared, split & 31)
-                for j in cutlass.range_constexpr(4):
-                    new = cute.math.fma(share, words[i][j], y[j])
-                    y[j] = cutlass.select_(split < splits, new, y[j])
+        y = self.add([Float32(0.0)] * 4, words, shares, Int32(0), splits)
+        for first in cutlass.range(AHEAD, splits, AHEAD, unroll=1):
+            words = self.load(at, first, splits - 1)
+            y = self.add(y, words, shares, first, splits)
         inverse = cutlass.select_(splits > 0, 1.0 / whole, Float32(0.0))
         y = [v * inverse for v in y]
         to = latent.iterator.toint() + Int64(row * heads + head) * (2 * LATENT)
@@ -144,22 +141,50 @@ class MergeKernel:
             value = (highest + cute.math.log2(whole, fastmath=True)) * LN_2
             lse[row, head] = cutlass.select_(splits > 0, value, Float32(-Float32.inf))
 
+    def load(self, at, first, last):
+        """A thread's columns of some splits, of the last where there are no more."""
+        return [
+            ptx.load_global_f32x4(
+                at + Int64(cutlass.min(first + i, last)) * (4 * LATENT)
+            )
+            for i in range(AHEAD)
+        ]
+
+    def add(self, y, words, shares, first, splits):
+        for i in range(AHEAD):
+            split = first + i
+            of_half = cutlass.select_(split < 32, shares[0], shares[1])
+            share = cute.arch.shuffle_sync(of_half, split & 31)
+            y = [
+                cutlass.select_(split < splits, cute.math.fma(share, w, v), v)
+                for w, v in zip(words[i], y, strict=True)
+            ]
+        return y
+
     def keys_of(self, row, lane, row_start, history, slots, causal, counted):
         """Keys that the row sees, 0 if it is no request's."""
         requests = history.shape[0]
-        before = Int32(0)
+        before, held = Int32(0), []
         for half in range(MAX_ROWS // 32):
             index = lane + 32 * half
             there = index < requests
-            ends = row_start[cutlass.select_(there, index + 1, requests)]
+            index = cutlass.select_(there, index, requests - 1)
+            begin, end = row_start[index], row_start[index + 1]
+            # Of a request without a slot the keys are 0 whatever else is.
+            width = cutlass.select_(slots[index] > 0, end - begin, Int32(0))
+            held.append((begin, width, history[index]))
             before = before + cute.arch.popc(
-                cute.arch.vote_ballot_sync(there & (ends <= row))
+                cute.arch.vote_ballot_sync(there & (end <= row))
             )
-        live = before < requests
-        request = cutlass.min(before, requests - 1)
-        first = row_start[request]
-        width = row_start[request + 1] - first
-        past = history[request] - cutlass.select_(counted != 0, width, Int32(0))
-        seen = cutlass.select_(causal != 0, row - first + 1, width)
-        live = live & (slots[request] > 0)
+        begin, width, past = (
+            cutlass.select_(
+                before < 32,
+                cute.arch.shuffle_sync(low, before & 31),
+                cute.arch.shuffle_sync(high, before & 31),
+            )
+            for low, high in zip(*held, strict=True)
+        )
+        past = past - cutlass.select_(counted != 0, width, Int32(0))
+        seen = cutlass.select_(causal != 0, row - begin + 1, width)
+        live = (before < requests) & (width > 0)
         return cutlass.select_(live, past + seen, Int32(0))
