@@ -13,12 +13,15 @@ KEY = "dspark_k3"
 Side = Literal["ours", "stock"]
 #: What the K3 executor can run either way, by sublayer. kda_core is the part of kda
 #: between its projections: decay projection, convolution, recurrence and gated norm;
-#: moe_route the part of moe that chooses experts, moe_experts the one that runs them.
+#: mla_core the part of mla between its projections: norms, cache insert, absorption,
+#: attention, values and gate; moe_route the part of moe that chooses experts,
+#: moe_experts the one that runs them.
 OPS = (
     "attn_res",
     "kda",
     "kda_core",
     "mla",
+    "mla_core",
     "moe",
     "moe_route",
     "moe_experts",
@@ -28,6 +31,7 @@ OPS = (
 #: Ops that are stock where another is, and why.
 FOLLOWING = (
     ("kda_core", "is a part of", "kda"),
+    ("mla_core", "is a part of", "mla"),
     ("moe_route", "is a part of", "moe"),
     ("moe_experts", "is a part of", "moe"),
     ("moe_experts", "needs", "moe_route"),
@@ -59,9 +63,9 @@ class Settings:
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
             which of them a difference comes from; what is not named is ours, but for
-            moe_route and moe_experts where they have no kernel (`without`). A stock kda
-            has a stock kda_core, a stock moe has stock parts, and a stock moe_route a
-            stock moe_experts.
+            mla_core, moe_route and moe_experts where they have no kernel (`without`). A
+            stock kda has a stock kda_core, a stock mla a stock mla_core, a stock moe
+            has stock parts, and a stock moe_route a stock moe_experts.
         kda_layout: with ``target``, how KDA's states are kept while drafts are
             verified: "snapshot", vLLM's way, the state after each of 1 + drafts rows in
             a slot of its own; "fold", one slot a request, the state of what was

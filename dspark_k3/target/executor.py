@@ -34,6 +34,7 @@ from dspark_k3.target import graphs
 from dspark_k3.target.counters import Reason, StepCounters
 from dspark_k3.target.fold import FoldAttention, KdaFold
 from dspark_k3.target.kda import KdaVerify, serves
+from dspark_k3.target.mla import MlaVerify, narrow
 from dspark_k3.target.sublayers import (
     Delta,
     Dense,
@@ -73,7 +74,7 @@ class Layer:
             num_blocks=saved + start,
             restart=start,
         )
-        ours: Callable[..., Sublayer] = Mla
+        ours: Callable[..., Sublayer] = MlaVerify if settings.ours("mla_core") else Mla
         if kda:
             ours = KdaVerify if settings.ours("kda_core") else Kda
             if isinstance(layer.self_attn, FoldAttention):
@@ -124,10 +125,10 @@ class Executor:
         """Called for every KV cache that vLLM binds: one to profile with, then its own.
 
         Raises:
-            ValueError: our KDA kernel cannot run in it.
+            ValueError: our KDA or MLA kernels cannot run in it.
         """
         for layer in self._layers:
-            if isinstance(layer.attention, KdaVerify):
+            if isinstance(layer.attention, KdaVerify | MlaVerify):
                 layer.attention.prepare_kv()
 
     def plan(self, positions: Tensor, intermediate_tensors: Any) -> Tensor | None:
@@ -164,6 +165,8 @@ class Executor:
             if own.num_prefills:
                 return "stock_prefill"
             if isinstance(layer.attention, KdaVerify) and not serves(own):
+                return "stock_other"
+            if isinstance(layer.attention, MlaVerify) and not narrow(own):
                 return "stock_other"
         return "ours"
 

@@ -14,13 +14,31 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dspark_k3.settings import Settings
-from dspark_k3.target import agreement, experts, route
+from dspark_k3.target import agreement, experts, mla, route
 from dspark_k3.target.scope import UnsupportedTarget
 
-#: What keeps a kernel of ours from a MoE runner of vLLM's, by op.
+
+def _of_mla(layer: Any) -> list[str]:
+    is_kda = hasattr(layer.self_attn, "in_proj_qkvgfab")
+    return [] if is_kda else mla.differences(layer.self_attn)
+
+
+def _of_route(layer: Any) -> list[str]:
+    return route.of_runner(layer.mlp.experts) if layer.is_moe_layer else []
+
+
+def _of_experts(layer: Any) -> list[str]:
+    if not layer.is_moe_layer:
+        return []
+    return experts.differences(layer.mlp.experts.routed_experts)
+
+
+#: What keeps a kernel of ours from a decoder layer of vLLM's, by op; nothing where the
+#: layer has no such part.
 LOOKS: dict[str, Callable[[Any], list[str]]] = {
-    "moe_route": route.of_runner,
-    "moe_experts": lambda runner: experts.differences(runner.routed_experts),
+    "mla_core": _of_mla,
+    "moe_route": _of_route,
+    "moe_experts": _of_experts,
 }
 #: Layers by what was found there, the first one each, by op.
 Found = dict[str, dict[str, int]]
@@ -76,10 +94,8 @@ def notice(settings: Settings) -> str:
 def _look(layers: Iterable[Any], settings: Settings) -> Found:
     found: Found = {op: {} for op in LOOKS}
     for layer in layers:
-        if not layer.is_moe_layer:
-            continue
         for op, look in LOOKS.items():
             if settings.ours(op):
-                for what in look(layer.mlp.experts):
+                for what in look(layer):
                     found[op].setdefault(what, layer.layer_idx)
     return found

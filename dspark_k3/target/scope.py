@@ -22,6 +22,7 @@ from dspark_k3.target.projections import without_kernel
 from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
+from verify_kernels.mla.host import Q_LORAS
 from verify_kernels.moe.experts import FORMS as EXPERTS
 from verify_kernels.moe.host import FORMS as ROUTES
 from verify_kernels.moe.layout import whole_blocks
@@ -31,10 +32,21 @@ from verify_kernels.moe.layout import whole_blocks
 CAPABILITIES = ((9, 0),)
 #: What gives the part of a KDA layer back that our kernel does not compute.
 STOCK_CORE = 'set "ops": {"kda_core": "stock"}'
-#: The same for the choice of experts.
+#: The same for an MLA layer.
+STOCK_MLA = 'set "ops": {"mla_core": "stock"}'
+#: And for the choice of experts.
 STOCK_ROUTE = 'set "ops": {"moe_route": "stock"}'
 #: And for the experts themselves.
 STOCK_EXPERTS = 'set "ops": {"moe_experts": "stock"}'
+#: What our MLA kernels are compiled for beside `Q_LORAS`, by vLLM's names, and the most
+#: heads of a rank.
+MLA_SHAPE = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+MOST_HEADS = 96
 #: Rows of an expert that vLLM gives a rank at least.
 _LEAST_ROWS = 256
 #: What gives vLLM's slots back.
@@ -163,6 +175,22 @@ def _kda(
         return None if good(value) else f"{setting}={value!r}"
 
     return failed
+
+
+def _latent(d: Deployment) -> str | None:
+    """What our MLA kernels do not compute, if MLA's core is ours."""
+    if _architecture(d) or not d.settings.ours("mla_core"):
+        return None
+    found = [
+        f"{name}={value!r}"
+        for name, right in MLA_SHAPE.items()
+        if (value := getattr(d.text, name, None)) != right
+    ]
+    if d.text.q_lora_rank not in Q_LORAS:
+        found.append(f"q_lora_rank={d.text.q_lora_rank!r}")
+    if (heads := d.text.num_attention_heads // d.tp) > MOST_HEADS:
+        found.append(f"{heads} heads a rank")
+    return ", ".join(found) or None
 
 
 def _routing(d: Deployment) -> str | None:
@@ -422,6 +450,7 @@ RULES: tuple[Rule, ...] = (
         STOCK_CORE,
     ),
     Rule("a bounded KDA decay", _kda("gate_lower_bound", _negative), STOCK_CORE),
+    Rule("MLA that the kernels have", _latent, STOCK_MLA, "mla_core"),
     Rule("routing that the kernel has", _routing, STOCK_ROUTE, "moe_route"),
     Rule("experts that the kernels have", _experts, STOCK_EXPERTS, "moe_experts"),
     Rule(

@@ -195,7 +195,8 @@ class Kda:
 
 
 class Mla:
-    """Our projections around vLLM's norms, absorption and attention."""
+    """Our projections around vLLM's norms, absorption and attention; with the core ours
+    too it is `dspark_k3.target.mla.MlaVerify`."""
 
     def __init__(self, module: nn.Module, *, pdl: bool) -> None:
         self._module = module

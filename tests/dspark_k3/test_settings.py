@@ -28,6 +28,8 @@ def test_a_setting_is_read() -> None:
         (["kda"], ["kda", "kda_core"]),
         (["kda", "kda_core"], ["kda", "kda_core"]),
         (["kda_core"], ["kda_core"]),
+        (["mla"], ["mla", "mla_core"]),
+        (["mla_core"], ["mla_core"]),
     ],
 )
 def test_an_op_and_what_follows_it_are_stock_and_the_others_ours(
@@ -49,6 +51,7 @@ def test_an_op_and_what_follows_it_are_stock_and_the_others_ours(
         ({"moe_route": "ours"}, {"moe_route", "moe"}),
         ({"moe_experts": "ours"}, {"moe_experts", "moe_route", "moe"}),
         ({"kda_core": "ours"}, {"kda_core", "kda"}),
+        ({"mla_core": "ours"}, {"mla_core", "mla"}),
     ],
 )
 def test_an_op_that_is_named_names_what_it_needs(
@@ -64,6 +67,7 @@ def test_an_op_that_is_named_names_what_it_needs(
     [
         ({}, {}),
         ({"moe_experts": "a"}, {"moe_experts": "a"}),
+        ({"mla_core": "a"}, {"mla_core": "a"}),
         ({"moe_route": "b"}, {"moe_route": "b", "moe_experts": "it needs moe_route"}),
         (
             {"moe_route": "b", "moe_experts": "a"},
@@ -124,6 +128,10 @@ def test_a_layout_is_read() -> None:
         (
             {"target": True, "ops": {"kda": "stock", "kda_core": "ours"}},
             "sets kda_core to 'ours' and kda, which it is a part of, to 'stock'",
+        ),
+        (
+            {"target": True, "ops": {"mla": "stock", "mla_core": "ours"}},
+            "sets mla_core to 'ours' and mla, which it is a part of, to 'stock'",
         ),
         (
             {"target": True, "ops": {"moe": "stock", "moe_route": "ours"}},

@@ -17,7 +17,7 @@ import torch
 
 from dspark_k3 import settings
 from dspark_k3.target import agreement, executor, left, model, scope
-from tests.dspark_k3 import gloo_ranks
+from tests.dspark_k3 import gloo_ranks, mla_layers
 from tests.dspark_k3.test_target_experts import SHAPE, layer
 from tests.dspark_k3.test_target_route import router
 from tests.verify_kernels.test_moe_experts import experts_of
@@ -42,15 +42,28 @@ def asking(**ops: str) -> settings.Settings:
     return settings.read({"dspark_k3": {"target": True, "ops": ops}})
 
 
+KDA = SimpleNamespace(in_proj_qkvgfab=None)
+
+
 def layers(*changes: dict[str, Any], **of_router: Any) -> list[SimpleNamespace]:
-    """A dense layer, and one with experts a change of them."""
-    found = [SimpleNamespace(is_moe_layer=False, layer_idx=0)]
+    """A dense layer, and one with experts a change of them; all with KDA."""
+    found = [SimpleNamespace(self_attn=KDA, is_moe_layer=False, layer_idx=0)]
     for index, change in enumerate(changes, 1):
         runner = SimpleNamespace(
             router=router(**of_router), routed_experts=layer(WEIGHTS, **change)
         )
         mlp = SimpleNamespace(experts=runner)
-        found.append(SimpleNamespace(is_moe_layer=True, layer_idx=index, mlp=mlp))
+        found.append(
+            SimpleNamespace(self_attn=KDA, is_moe_layer=True, layer_idx=index, mlp=mlp)
+        )
+    return found
+
+
+def with_mla(at: int, **changes: Any) -> list[SimpleNamespace]:
+    """Three layers, one of them with MLA that has these changes."""
+    found = layers({}, {})
+    found[at].self_attn = mla_layers.layer()
+    vars(found[at].self_attn).update(changes)
     return found
 
 
@@ -121,11 +134,33 @@ def test_a_router_without_a_kernel_takes_the_experts_along() -> None:
         left.settle(loaded, asking(moe_route="ours"))
 
 
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_layer_of_mla_without_a_kernel_leaves_its_core_to_vllm(at: int) -> None:
+    """Beside a dense MLP and beside experts; the projections stay ours."""
+    assert left.settle(with_mla(at), asking(mla_core="ours")).left == {}
+    loaded = with_mla(at, v_head_dim=64, kv_cache_dtype="fp8")
+    settled = left.settle(loaded, asking())
+    found = (
+        f"v_head_dim 64, not 128 (layer {at}), "
+        f"kv_cache_dtype fp8, not auto or bfloat16 (layer {at})"
+    )
+    assert settled.left == {"mla_core": found}
+    assert [op for op in settings.OPS if not settled.ours(op)] == ["mla_core"]
+    with pytest.raises(scope.UnsupportedTarget) as error:
+        left.settle(loaded, asking(mla_core="ours"))
+    line = f'mla_core: found {found}; set "ops": {{"mla_core": "stock"}}'
+    assert str(error.value).endswith(line)
+    for op in ("mla_core", "mla"):
+        asked = asking(**{op: "stock"})
+        assert left.settle(loaded, asked) == asked
+
+
 def test_a_rank_leaves_what_another_rank_has_no_kernel_for(
     ranks: Callable[..., None],
 ) -> None:
     """A scale in one rank's share: every rank says the same, or refuses the same."""
-    nothing: left.Found = {"moe_route": {}, "moe_experts": {}}
+    nothing: left.Found = {op: {} for op in left.LOOKS}
     (theirs, own) = (left._look(layers({}, change), asking()) for change in (SCALE, {}))
     assert own == nothing
     said = set()
@@ -198,7 +233,7 @@ def test_the_log_and_the_model_say_what_is_left(
         f'({why}); "ops": {{"moe_experts": "ours"}} makes that an error'
     )
     sides = (
-        "ours: attn_res, kda, kda_core, mla, moe, moe_route, lm_head; "
+        "ours: attn_res, kda, kda_core, mla, mla_core, moe, moe_route, lm_head; "
         f"stock: moe_experts ({why}), dense; "
     )
     assert sides in said["INFO"]

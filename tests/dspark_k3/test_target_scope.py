@@ -25,6 +25,9 @@ def text_config(**changes: Any) -> SimpleNamespace:
         "intermediate_size": 33792,
         "num_attention_heads": 96,
         "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "mla_use_output_gate": True,
         "attn_res_block_size": 12,
@@ -302,6 +305,15 @@ REFUSED: list[tuple[str, list[tuple[str, Any]], dict[str, Any], str]] = [
         "gate_lower_bound=None",
     ),
     (
+        "MLA that the kernels have",
+        [
+            ("parallel_config.tensor_parallel_size", 1),
+            (TEXT, text_config(num_attention_heads=192, v_head_dim=64)),
+        ],
+        {"settings": asking(mla_core="ours")},
+        "v_head_dim=64, 192 heads a rank",
+    ),
+    (
         "routing that the kernel has",
         [(TEXT, text_config(num_experts=640))],
         {"settings": asking(moe_route="ours")},
@@ -500,6 +512,22 @@ def test_what_is_stock_needs_no_kernel(
     assert scope.failures(given) == []
     kept = {"moe_route"} if op == "moe_experts" else set()
     assert set(scope.left(given)) == kept & set(left)
+
+
+def test_mla_without_a_kernel_is_left_to_vllm_but_for_its_projections() -> None:
+    other = (TEXT, text_config(qk_nope_head_dim=64))
+    found = "qk_nope_head_dim=64"
+    given = deployment(other)
+    assert scope.failures(given) == [] and scope.left(given) == {"mla_core": found}
+    given = deployment(other, settings=asking(mla_core="ours"))
+    (line,) = scope.failures(given)
+    assert scope.left(given) == {}
+    assert line == (
+        f'MLA that the kernels have: found {found}; set "ops": {{"mla_core": "stock"}}'
+    )
+    for op in ("mla_core", "mla"):
+        given = deployment(other, settings=asking(**{op: "stock"}))
+        assert scope.failures(given) == [] and scope.left(given) == {}
 
 
 def test_settings_that_are_served_say_what_is_left(

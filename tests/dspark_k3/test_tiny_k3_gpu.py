@@ -51,6 +51,19 @@ def test_greedy_tokens_equal_plain_ones(verdicts: dict[str, Any], name: str) -> 
     assert found["edges_crossed"] > 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_plain_ones_to_the_bit(
+    verdicts: dict[str, Any], name: str
+) -> None:
+    """Where no prompt comes beside a decode, and its prefill gave the same numbers."""
+    found = case_of(verdicts, name)
+    assert verdict.same_logits(found), json.dumps(found["logits"])
+
+
+def test_some_logits_were_compared(verdicts: dict[str, Any]) -> None:
+    assert verdict.compared(verdicts["cases"].values())
+
+
 @pytest.mark.parametrize("name", PREEMPTED)
 def test_preempted_requests_resume(verdicts: dict[str, Any], name: str) -> None:
     found = case_of(verdicts, name)

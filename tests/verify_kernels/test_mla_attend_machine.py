@@ -62,7 +62,7 @@ def attend(
             memory,
             [*arguments, *extra, *flags, *tail],
             grid=(ctas, 1, 1) if attending else (heads, rows, 1),
-            block=(256 if attending else 128, 1, 1),
+            block=(256 if attending else 512, 1, 1),
             shared_bytes=variant.kernel.shared_bytes,
             seed=seed,
             races=races,

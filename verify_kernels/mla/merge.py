@@ -4,11 +4,12 @@
     latent = sum_i 2^(m_i - M) o_i / L,  L = sum_i 2^(m_i - M) l_i,
     lse = (M + log2 L) ln 2
 
-o_i, m_i and l_i as `verify_kernels.mla.attend` leaves them (m in units of log2). The
-sums run in the order of the keys, L in a tree over all splits that a row may have.
+o_i, m_i and l_i as `verify_kernels.mla.attend` leaves them (m in units of log2).
 
-A CTA owns a (row, head) pair, a thread four latent columns. Rows of no request give 0
-and -inf. Read once: the sums. Early loads: none.
+A CTA owns a (row, head) pair, each of its four groups of threads every fourth split, a
+thread four latent columns. A group adds its splits in the order of the keys, then the
+groups' sums are added in pairs; L is a tree over all splits that a row may have. Rows
+of no request give 0 and -inf. Read once: the sums. Early loads: none.
 """
 
 import cutlass
@@ -17,11 +18,14 @@ from cutlass import Float32, Int32, Int64
 
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
+from verify_kernels.common.shared import put
 from verify_kernels.mla import plan
 from verify_kernels.mla.attend import LATENT
 
-THREADS = LATENT // 4
-#: Splits whose sums are under way at once.
+COLUMNS = LATENT // 4
+GROUPS = 4
+THREADS = GROUPS * COLUMNS
+#: Splits of a group whose sums are under way at once.
 AHEAD = 8
 LN_2 = 0.6931471805599453
 
@@ -33,7 +37,8 @@ class MergeKernel:
     parameters = ("sums", "scales", "row_start", "history", "slots", "latent", "lse")
     early_loads = ()
     early_release = "dependents wait before they read what this kernel stores"
-    shared_bytes = 0
+    #: Splits under way, then the sums of the groups but the first.
+    shared_bytes = 16 * THREADS * AHEAD + 4 * LATENT * (GROUPS - 1)
 
     @cute.jit
     def __call__(
@@ -98,8 +103,15 @@ class MergeKernel:
         # known yet: requests one behind the other cost half a microsecond each.
         place = Int64(row * heads + head) << Int64(most)
         last = (Int32(1) << most) - 1
-        at = sums.iterator.toint() + place * (4 * LATENT) + thread * 16
-        words = self.load(at, Int32(0), last)
+        group = thread // COLUMNS
+        column = thread % COLUMNS * 4
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint()
+        at = sums.iterator.toint() + place * (4 * LATENT) + column * 4
+        # Loads to registers ptxas puts off until a split is to be added, and copies
+        # until the lengths have come, where no barrier stands in between.
+        ours = base + thread * 16
+        self.ask(ours, at, group, last)
+        cute.arch.sync_threads()
         found = []
         for half in cutlass.range_constexpr(2):
             split = cutlass.min(lane + 32 * half, last)
@@ -127,37 +139,61 @@ class MergeKernel:
         whole = shares[0] * totals[0] + shares[1] * totals[1]
         for bit in cutlass.range_constexpr(5):
             whole = whole + cute.arch.shuffle_sync_bfly(whole, offset=1 << bit)
-        y = self.add([Float32(0.0)] * 4, words, shares, Int32(0), splits)
-        for first in cutlass.range(AHEAD, splits, AHEAD, unroll=1):
-            words = self.load(at, first, splits - 1)
-            y = self.add(y, words, shares, first, splits)
-        inverse = cutlass.select_(splits > 0, 1.0 / whole, Float32(0.0))
-        y = [v * inverse for v in y]
-        to = latent.iterator.toint() + Int64(row * heads + head) * (2 * LATENT)
-        ptx.store_global_64(
-            to + thread * 8, [ptx.pack_bf16x2(y[0], y[1]), ptx.pack_bf16x2(y[2], y[3])]
-        )
-        if (wanted != 0) & (thread == 0):
-            value = (highest + cute.math.log2(whole, fastmath=True)) * LN_2
-            lse[row, head] = cutlass.select_(splits > 0, value, Float32(-Float32.inf))
-
-    def load(self, at, first, last):
-        """A thread's columns of some splits, of the last where there are no more."""
-        return [
-            ptx.load_global_f32x4(
-                at + Int64(cutlass.min(first + i, last)) * (4 * LATENT)
+        y = self.add([Float32(0.0)] * 4, ours, shares, group, splits)
+        first, zero = group + GROUPS * AHEAD, most >> 31
+        for begin in cutlass.range(first, splits, GROUPS * AHEAD, unroll=1):
+            # Behind what has been read of the places: the sums need it.
+            tie = ptx.float_bits(y[0]) & zero
+            self.ask(ours + tie, at, begin, splits - 1)
+            y = self.add(y, ours, shares, begin, splits)
+        sums_at = base + 16 * THREADS * AHEAD
+        mine = sums_at + ((group - 1) * LATENT + column) * 4
+        if group > 0:
+            for j in cutlass.range_constexpr(4):
+                put(mine + 4 * j, y[j], Float32)
+        cute.arch.sync_threads()
+        if group == 0:
+            mine = sums_at + column * 4
+            others = [
+                ptx.load_shared_f32x4(mine, 4 * LATENT * i) for i in range(GROUPS - 1)
+            ]
+            inverse = cutlass.select_(splits > 0, 1.0 / whole, Float32(0.0))
+            y = [
+                (v + others[0][j] + (others[1][j] + others[2][j])) * inverse
+                for j, v in enumerate(y)
+            ]
+            to = latent.iterator.toint() + Int64(row * heads + head) * (2 * LATENT)
+            ptx.store_global_64(
+                to + column * 2,
+                [ptx.pack_bf16x2(y[0], y[1]), ptx.pack_bf16x2(y[2], y[3])],
             )
-            for i in range(AHEAD)
-        ]
+            if (wanted != 0) & (thread == 0):
+                value = (highest + cute.math.log2(whole, fastmath=True)) * LN_2
+                lse[row, head] = cutlass.select_(
+                    splits > 0, value, Float32(-Float32.inf)
+                )
 
-    def add(self, y, words, shares, first, splits):
+    def ask(self, to, at, first, last):
+        """Copies a thread's columns of its group's next splits, of the last where there
+        are no more."""
         for i in range(AHEAD):
-            split = first + i
+            split = cutlass.min(first + GROUPS * i, last)
+            ptx.copy_async_128_if(
+                to, at + Int64(split) * (4 * LATENT), Int32(1), 16 * THREADS * i
+            )
+        ptx.commit_copies()
+
+    def add(self, y, at, shares, first, splits):
+        """Plus those splits, as far as there are any."""
+        ptx.wait_copies(0)
+        for i in range(AHEAD):
+            split = first + GROUPS * i
             of_half = cutlass.select_(split < 32, shares[0], shares[1])
             share = cute.arch.shuffle_sync(of_half, split & 31)
+            columns = ptx.load_shared_f32x4(at, 16 * THREADS * i)
             y = [
                 cutlass.select_(split < splits, cute.math.fma(share, w, v), v)
-                for w, v in zip(words[i], y, strict=True)
+                for w, v in zip(columns, y, strict=True)
             ]
         return y
 

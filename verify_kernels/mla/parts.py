@@ -78,8 +78,8 @@ def merge_variant() -> Variant:
         name="merge",
         kernel=MergeKernel(),
         arguments=_merge_arguments,
-        max_registers=64,
-        max_shared_bytes=0,
+        max_registers=128,
+        max_shared_bytes=72 * 1024,
     )
 
 

@@ -66,6 +66,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def all_ours(self) -> bool:
+        """Whether every op is ours: then a row's bits are its own request's only."""
+        sides = settings.every_op(self.ops).values()
+        return self.asked and not self.stock and "stock" not in sides
+
     def as_stock(self) -> Case:
         """The same case with every op stock, held against the stock plain case."""
         plain = f"{self.plain}-stock" if self.plain else ""
@@ -122,18 +128,23 @@ def prompts(count: int, start: int) -> list[list[int]]:
     ]
 
 
-def groups(logprobs: bool = False) -> dict[str, Any]:
-    """Batch 1 (one after the other), 3 and 8, and more requests than fit at once."""
+def groups(logprobs: bool = False, values: bool = False) -> dict[str, Any]:
+    """Batch 1 (one after the other), 3 and 8, and more requests than fit at once.
+
+    With ``values`` the groups in which no prompt comes beside a decode return logprobs
+    to compare: steps with prompts are vLLM's, and so are the bits of all their rows.
+    """
     extra = {"logprobs": 2} if logprobs else {}
+    own = {"logprobs": 2, "values": True} if values else extra
     return {
         "batch1": {
             "prompts": prompts(6, 1000),
             "max_tokens": SHORT,
             "at_once": False,
-            **extra,
+            **own,
         },
-        "batch3": {"prompts": prompts(3, 30000)[::-1], "max_tokens": LONG, **extra},
-        "batch8": {"prompts": prompts(8, 50000), "max_tokens": LONG, **extra},
+        "batch3": {"prompts": prompts(3, 30000)[::-1], "max_tokens": LONG, **own},
+        "batch8": {"prompts": prompts(8, 50000), "max_tokens": LONG, **own},
         # More than run at once; the last is one token, which vLLM pads with drafts.
         "queue": {
             "prompts": [*prompts(12, 80000), prompts(1, 110000)[0][:1]],
@@ -157,9 +168,9 @@ def sampled_groups() -> dict[str, Any]:
 
 def first_cases() -> list[Case]:
     """Everything whose prompts do not depend on the cache's layout."""
-    plain_options = {"groups": groups(logprobs=True), "abort": ""}
+    plain_options = {"groups": groups(logprobs=True, values=True), "abort": ""}
     vectors = {"prompts": prompts(4, 120000)[1:], "max_tokens": 24}
-    spoken = {"groups": groups()}
+    spoken = {"groups": groups(values=True)}
     last = DRAFTS[-1]
     more: dict[str, Any] = {
         "abort": "batch8",
@@ -179,9 +190,15 @@ def first_cases() -> list[Case]:
             ),
             Case(f"fixed-eager-k{k}", k, "plain-eager", eager=True, options=spoken),
         ]
+    # Chunks of prompts come beside decodes in every group.
     chunked = {"max_num_batched_tokens": CHUNK}
+    spoken = {"groups": groups()}
     cases += [
-        Case("plain-chunked", engine=chunked, options=plain_options),
+        Case(
+            "plain-chunked",
+            engine=chunked,
+            options={"groups": groups(logprobs=True), "abort": ""},
+        ),
         Case("chunked-k7", 7, "plain-chunked", engine=chunked, options=spoken),
         Case(
             "chunked-adaptive-k7",

@@ -16,8 +16,8 @@ JOB = "tests.dspark_k3.suite.jobs:job"
 def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Generate for every group, then what else ``options`` asks for.
 
-    Keys of ``options``: groups {name: {prompts, max_tokens, logprobs}}; abort, the name
-    of a group; sampled {name: {prompts, max_tokens, seed}}; vectors {prompts,
+    Keys of ``options``: groups {name: arguments of `greedy`}; abort, the name of a
+    group; sampled {name: {prompts, max_tokens, seed}}; vectors {prompts,
     max_tokens}; geometry (true); repeats, timed runs of the group ``timed``.
     """
     groups = options.get("groups", {})
@@ -72,8 +72,10 @@ def greedy(
     max_tokens: int,
     logprobs: int | None = None,
     at_once: bool = True,
+    values: bool = False,
 ) -> dict[str, Any]:
-    """Greedy tokens by prompt; with logprobs also [first, second, gap] a position.
+    """Greedy tokens by prompt; with logprobs also [first, second, gap] a position, and
+    with ``values`` the ``logprobs`` largest logprobs there as they are.
 
     ``at_once`` false submits the prompts one after the other.
     """
@@ -101,7 +103,20 @@ def greedy(
             [top_two(position) for position in item.outputs[0].logprobs]
             for item in outputs
         ]
+    if values:
+        assert logprobs, "values of no logprobs"
+        found["values"] = [
+            [largest(position, logprobs) for position in item.outputs[0].logprobs]
+            for item in outputs
+        ]
     return found
+
+
+def largest(position: Any, count: int) -> list[float]:
+    """The ``count`` largest logprobs of a position. Tokens that tie have one value, so
+    which of them vLLM lists does not show; a float32 is the same in JSON."""
+    ranked = sorted((float(of.logprob) for of in position.values()), reverse=True)
+    return ranked[:count]
 
 
 def top_two(position: Any) -> list[float]:

@@ -98,6 +98,8 @@ class Engines:
             groups[name] = {"tokens": said, "speculation": counts}
             if group.get("logprobs"):
                 groups[name]["tops"] = [[[t, 0, 0.03] for t in row] for row in said]
+            if group.get("values"):
+                groups[name]["values"] = [[[t / -9, -4.0] for t in r] for r in said]
         asked = "additional_config" in spec.engine
         result: dict[str, Any] = {
             "groups": groups,
@@ -155,6 +157,12 @@ def test_all_cases_run_and_hold(tmp_path: Path) -> None:
     assert {f"adaptive-graph-k{k}" for k in range(1, 8)} <= names
     assert {"chunked-k7", "preempted-k7", "preempted-adaptive-k7"} <= names
     assert all(case["edges_crossed"] > 0 for case in found["cases"].values())
+    compared = {name: case["logits"] for name, case in found["cases"].items()}
+    assert all(case["exact_wanted"] for case in found["cases"].values())
+    for name, logits in compared.items():
+        # Batch 1, 3 and 8; chunks of prompts come beside decodes, and so do resumed.
+        prompts = 0 if name.startswith(("chunked", "preempted")) else 6 + 3 + 8
+        assert logits == {"prompts": prompts, "apart": 0, "differ": []}, name
     assert found["acceptance"]["means"]["fixed"] == pytest.approx(3.0)
     assert found["acceptance"]["loss"] == pytest.approx(1 - 2.96 / 3)
     assert found["logits"]["mean_kl"] == pytest.approx(0, abs=1e-6)
@@ -232,20 +240,88 @@ def test_what_is_not_exercised_does_not_pass(tmp_path: Path) -> None:
             "accepted_tokens": 0,
         }
 
-    found = suite(tmp_path, Engines(silent), "fixed-graph-k2")
+    engines = Engines(silent)
+    found = suite(tmp_path, engines, "fixed-graph-k2")
     assert not found["cases"]["fixed-graph-k2"]["speculated"] and not found["ok"]
-    # An adaptive engine may decide so in a group, not in all of them.
-    found = suite(tmp_path, Engines(silent), "adaptive-graph-k2")
-    assert found["cases"]["adaptive-graph-k2"]["speculated"]
-
-    def mute(spec: EngineSpec, result: dict[str, Any]) -> None:
-        silent(spec, result)
-        none = result["groups"]["batch1"]["speculation"]
-        for group in result["groups"].values():
-            group["speculation"] = none
-
-    found = suite(tmp_path, Engines(mute), "adaptive-graph-k2")
+    assert not engines.alone
+    # An adaptive engine is asked again, and if it is silent alone, too, it fails.
+    engines = Engines(silent)
+    found = suite(tmp_path, engines, "adaptive-graph-k2")
     assert not found["cases"]["adaptive-graph-k2"]["speculated"] and not found["ok"]
+    assert engines.alone == ["adaptive-graph-k2"]
+
+
+@pytest.mark.parametrize("fault", ["", "tokens", "values"])
+def test_an_adaptive_engine_that_others_keep_silent_runs_again_alone(
+    tmp_path: Path, fault: str
+) -> None:
+    """What differed the first time is not forgotten."""
+    times: list[str] = []
+
+    def silent_once(spec: EngineSpec, result: dict[str, Any]) -> None:
+        if spec.name != "adaptive-graph-k2":
+            return
+        times.append(spec.name)
+        if len(times) == 1:
+            none = dict.fromkeys(("verify_steps", "draft_tokens", "accepted_tokens"), 0)
+            result["groups"]["batch3"]["speculation"] = none
+            if fault == "tokens":
+                flip(spec, result, [spec.name])
+            elif fault == "values":
+                result["groups"]["batch8"]["values"][2][7][0] += 1e-7
+
+    engines = Engines(silent_once)
+    found = suite(tmp_path, engines, "graph-k2")
+    assert engines.alone == ["adaptive-graph-k2"] and len(times) == 2
+    case = found["cases"]["adaptive-graph-k2"]
+    assert case["speculated"] and case["acceptance_length"]["batch3"] > 1
+    assert case["equal"] is (fault != "tokens")
+    assert len(case["logits"]["differ"]) == (fault == "values")
+    assert found["ok"] is not bool(fault)
+
+
+@pytest.mark.parametrize("ops", [{}, {"mla_core": "stock"}])
+@pytest.mark.parametrize("at", [0, 30])
+def test_logits_are_compared_to_the_bit_where_every_op_is_ours(
+    tmp_path: Path, ops: dict[str, str], at: int
+) -> None:
+    """Not where the prefill, which is vLLM's, gave other numbers already."""
+
+    def nudge(spec: EngineSpec, result: dict[str, Any]) -> None:
+        if spec.name == "fixed-graph-k3":
+            for position in range(at, 48):
+                result["groups"]["batch1"]["values"][4][position][1] += 2**-22
+
+    found = run.suite(
+        tmp_path,
+        parallel=3,
+        only="graph-k3",
+        ops=ops,
+        run=Engines(nudge),
+        reference=reference,
+    )
+    case = found["cases"]["fixed-graph-k3"]
+    assert case["equal"] and case["exact_wanted"] is not bool(ops)
+    differ = {"group": "batch1", "prompt": 4, "position": at, "by": 2**-22}
+    assert case["logits"] == {
+        "prompts": 17 - (at == 0),
+        "apart": int(at == 0),
+        "differ": [] if at == 0 else [differ],
+    }
+    assert found["ok"] is (at == 0 or bool(ops))
+    assert verdict.passes(case) is found["ok"]
+
+
+def test_logits_of_which_none_was_compared_do_not_hold(tmp_path: Path) -> None:
+    def apart(spec: EngineSpec, result: dict[str, Any]) -> None:
+        if spec.engine.get("speculative_config"):
+            for group in result["groups"].values():
+                for prompt in group.get("values", ()):
+                    prompt[0][0] -= 1e-6
+
+    found = suite(tmp_path, Engines(apart), "fixed-graph-k2")
+    assert verdict.passes(found["cases"]["fixed-graph-k2"]) and not found["ok"]
+    assert found["cases"]["fixed-graph-k2"]["logits"]["apart"] == 17
 
 
 def test_an_abort_that_changes_others_is_a_difference(tmp_path: Path) -> None:
@@ -382,6 +458,7 @@ def test_top_two_and_geometry_read_vllm_objects() -> None:
     entry = {5: -0.5, 9: -0.4, 2: -3.0}
     position = {t: SimpleNamespace(logprob=value) for t, value in entry.items()}
     assert jobs.top_two(position) == [9, 5, pytest.approx(0.1)]
+    assert jobs.largest(position, 2) == [-0.4, -0.5]
     groups = [
         SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=128)),
         SimpleNamespace(

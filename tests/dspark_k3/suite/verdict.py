@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts: equal tokens, or where they differ first and how near the tie was."""
+"""Verdicts: equal tokens, or where they differ first and how near the tie was; equal
+logprobs, to the bit, where every op is ours."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.dspark_k3.suite.cases import Case
@@ -46,6 +47,36 @@ def compare(name: str, plain: Mapping[str, Any], fast: Mapping[str, Any]) -> lis
     return found
 
 
+def exact(plain: Mapping[str, Any], fast: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the logprobs of two runs' groups are the same floats (`jobs.largest`).
+
+    The first position of a prompt is its prefill's, which is vLLM's: where it differs,
+    the texts begin from different numbers and are not compared.
+
+    Returns:
+        prompts that are compared, prompts ``apart`` from the first position on, and
+        {group, prompt, position, by} of those that differ first there, by so much.
+    """
+    prompts, apart, differ = 0, 0, []
+    for name, group in fast.items():
+        if "values" not in group:
+            continue
+        pairs = zip(plain[name]["values"], group["values"], strict=True)
+        for index, (slow, quick) in enumerate(pairs):
+            if slow[0] != quick[0]:
+                apart += 1
+                continue
+            prompts += 1
+            steps = enumerate(zip(slow, quick, strict=True))
+            at = next((i for i, (a, b) in steps if a != b), None)
+            if at is not None:
+                by = max(abs(a - b) for a, b in zip(slow[at], quick[at], strict=True))
+                differ.append(
+                    {"group": name, "prompt": index, "position": at, "by": by}
+                )
+    return {"prompts": prompts, "apart": apart, "differ": differ}
+
+
 def judge(
     case: Case, plain: Mapping[str, Any], result: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -66,11 +97,10 @@ def judge(
         "equal": not differences,
         "differences": differences,
         "acceptance_length": lengths,
-        # An adaptive engine may verify no draft where that does not pay; beside others
-        # its prices are wrong and it did so for all of a group (H200, 2026-11-30).
-        "speculated": (any if case.adaptive else all)(
-            length > 1 for length in lengths.values()
-        ),
+        "logits": exact(plain["groups"], result["groups"]),
+        # Stock ops promise no bits.
+        "exact_wanted": case.all_ours,
+        "speculated": all(length > 1 for length in lengths.values()),
         "counters": counters,
         "executor_ran": counters.get("ours", 0) > 0,
         "edges_crossed": edges(case, result["block_size"]),
@@ -81,6 +111,19 @@ def judge(
         longest = len(plain["groups"]["batch8"]["tokens"][0])
         verdict["abort_in_flight"] = all(0 < n < longest for n in aborted)
     return verdict
+
+
+def joined(beside: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict of a case that ran beside others and then alone: what the second run
+    says, and no difference of the first is forgotten."""
+    differences = [*beside["differences"], *alone["differences"]]
+    differ = [*beside["logits"]["differ"], *alone["logits"]["differ"]]
+    return {
+        **alone,
+        "differences": differences,
+        "equal": not differences,
+        "logits": {**alone["logits"], "differ": differ},
+    }
 
 
 def edges(case: Case, block: int) -> int:
@@ -197,15 +240,29 @@ def unasked(installed: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str
 
 
 def passes(verdict: Mapping[str, Any]) -> bool:
-    """Whether a case holds: equal tokens, or ties that stock ops break as well.
+    """Whether a case holds: equal tokens, or ties that stock ops break as well; with
+    every op ours equal logprobs.
 
-    A difference is excused when every one of them is a near tie and the same case with
-    all ops stock differs from its own plain run too.
+    A difference of tokens is excused when every one of them is a near tie and the same
+    case with all ops stock differs from its own plain run too.
     """
     fine = verdict["speculated"] and verdict["executor_ran"]
-    fine = fine and verdict.get("abort_in_flight", True)
+    fine = fine and verdict.get("abort_in_flight", True) and same_logits(verdict)
     if verdict["equal"]:
         return bool(fine)
     stock = verdict.get("stock")
     ties = all(d["gap"] is not None and d["gap"] < TIE for d in verdict["differences"])
     return bool(fine and ties and stock is not None and not stock["equal"])
+
+
+def same_logits(verdict: Mapping[str, Any]) -> bool:
+    """Whether no logprob differs that must not."""
+    return not (verdict["exact_wanted"] and verdict["logits"]["differ"])
+
+
+def compared(verdicts: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether logprobs of some prompt were compared, if any should have been."""
+    wanted = [one["logits"] for one in verdicts if one["exact_wanted"]]
+    return any(one["prompts"] for one in wanted) or not any(
+        one["apart"] for one in wanted
+    )
