@@ -24,10 +24,11 @@ from dspark_k3.target.scope import MLA_SHAPE, MOST_HEADS, STOCK_MLA
 from dspark_k3.target.sublayers import Gemm, over_ranks
 from verify_kernels.batch import MAX_WIDTH, VerifyBatch
 from verify_kernels.mla import MlaSpace, mla_absorb, mla_attend, mla_front, mla_value
-from verify_kernels.mla.host import Q_LORAS
+from verify_kernels.mla.host import PAGE_STEP, Q_LORAS
+from verify_kernels.mla.parts import LINE
 
-#: Tokens that a page of the cache is a multiple of, and bytes that it begins at one of.
-PAGE, ALIGNED = 16, 16
+#: Bytes that a page of the cache begins at a multiple of.
+ALIGNED = 16
 #: Names of vLLM's for a cache of the model's own type; `scope` wants a bf16 model.
 BF16_CACHES = ("auto", "bfloat16")
 
@@ -183,16 +184,18 @@ def differences(module: Any) -> list[str]:
 
 def _misfits(cache: Tensor) -> list[str]:
     """What keeps the kernels from a cache of vLLM's; empty if nothing."""
-    line = MLA_SHAPE["kv_lora_rank"] + MLA_SHAPE["qk_rope_head_dim"]
-    if cache.dim() != 3 or cache.shape[2] != line:
-        return [f"shape {tuple(cache.shape)}, not (pages, tokens, {line})"]
+    if cache.dim() != 3 or cache.shape[2] != LINE:
+        return [f"shape {tuple(cache.shape)}, not (pages, tokens, {LINE})"]
     page = cache.shape[1]
     strides = cache.stride()
     apart = strides[0] * cache.element_size()
     checks = (
         (cache.dtype == torch.bfloat16, f"{cache.dtype}, not torch.bfloat16"),
-        (page % PAGE == 0, f"pages of {page} tokens, not a multiple of {PAGE}"),
-        (strides[1:] == (line, 1), f"strides {strides}, not (..., {line}, 1)"),
+        (
+            page % PAGE_STEP == 0,
+            f"pages of {page} tokens, not a multiple of {PAGE_STEP}",
+        ),
+        (strides[1:] == (LINE, 1), f"strides {strides}, not (..., {LINE}, 1)"),
         (apart % ALIGNED == 0, f"pages {apart} bytes apart, no multiple of {ALIGNED}"),
         (
             cache.data_ptr() % ALIGNED == 0,

@@ -22,7 +22,8 @@ from dspark_k3.target.projections import without_kernel
 from verify_kernels.attn_res.host import FORMS
 from verify_kernels.batch import MAX_WIDTH
 from verify_kernels.kda.host import DIM, TAPS
-from verify_kernels.mla.host import Q_LORAS
+from verify_kernels.mla.host import Q_LORAS, SPLITS
+from verify_kernels.mla.parts import LATENT, NOPE, ROPE, VALUE
 from verify_kernels.moe.experts import FORMS as EXPERTS
 from verify_kernels.moe.host import FORMS as ROUTES
 from verify_kernels.moe.layout import whole_blocks
@@ -41,12 +42,12 @@ STOCK_EXPERTS = 'set "ops": {"moe_experts": "stock"}'
 #: What our MLA kernels are compiled for beside `Q_LORAS`, by vLLM's names, and the most
 #: heads of a rank.
 MLA_SHAPE = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": VALUE,
 }
-MOST_HEADS = 96
+MOST_HEADS = SPLITS[-1][0]
 #: Rows of an expert that vLLM gives a rank at least.
 _LEAST_ROWS = 256
 #: What gives vLLM's slots back.

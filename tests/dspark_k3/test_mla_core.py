@@ -25,6 +25,7 @@ from tests.dspark_k3 import mla_layers, ragged_mla
 from tests.dspark_k3.mla_layers import HIDDEN, LATENT, LINE, NOPE, Launches, layer, step
 from tests.dspark_k3.test_target_executor import backbone
 from verify_kernels import VerifyBatch
+from verify_kernels import mla as kernels
 from verify_kernels.mla.reference import verify
 
 PAGE = 16
@@ -413,6 +414,41 @@ def test_the_launches_get_what_the_layer_says(
             ("attend", {"scale": 0.125, "counted": True, "pdl": pdl}),
             ("value", {"pdl": pdl}),
         ]
+
+
+@pytest.mark.parametrize(("q_lora", "heads"), [(1536, 6), (1536, 12), (256, 2)])
+def test_the_kernels_take_these_arguments(
+    monkeypatch: pytest.MonkeyPatch, plans: dict[str, Any], q_lora: int, heads: int
+) -> None:
+    """All is checked, and then a GPU is missing; shares of K3, and tiny-k3."""
+    checked: list[str] = []
+
+    def after_checks(name: str) -> Any:
+        launch, stand_in = getattr(kernels, name), getattr(mla, name)
+
+        def run(*tensors: Any, **keywords: Any) -> None:
+            with pytest.raises(ValueError, match="the rows are on cpu"):
+                launch(*tensors, **keywords)
+            checked.append(name)
+            stood = [
+                f"space of {heads}" if isinstance(x, kernels.MlaSpace) else x
+                for x in tensors
+            ]
+            stand_in(*stood, **keywords)
+
+        return run
+
+    names = ["mla_front", "mla_absorb", "mla_attend", "mla_value"]
+    for name in names:
+        monkeypatch.setattr(mla, name, after_checks(name))
+    monkeypatch.setattr(mla, "MlaSpace", kernels.MlaSpace)
+    module = layer(heads, q_lora)
+    mla_layers.bind_pages(module, 5, PAGE, 8)
+    ours = mla.MlaVerify(module, pdl=True)
+    ours.prepare_kv()
+    plans["mla"] = step([2, 8, 0], [3, 9, -1], [[1, 0], [2, 3], [0, 0]])
+    assert ours(rows_of(16), torch.arange(16))[:10].any(-1).all()
+    assert checked == names
 
 
 def test_layers_share_a_space(launches: Launches) -> None:

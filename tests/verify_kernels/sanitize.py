@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.verify_kernels import mla_cases
 from tests.verify_kernels import test_kda_commit as kda_commit_tests
 from tests.verify_kernels import test_kda_kernel as kda_tests
 from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
 from tests.verify_kernels import test_kda_slots as kda_slots_tests
+from tests.verify_kernels import test_mla_kernels as mla_tests
 from tests.verify_kernels import test_moe_experts as expert_tests
 from tests.verify_kernels import test_moe_route as route_tests
 from verify_kernels.attn_res import attn_res
@@ -179,6 +181,16 @@ def experts() -> None:
             expert_tests.check_normed(expert_tests.on_gpu, shape, bank, 3, "cuda")
 
 
+def attention() -> None:
+    """Two tiles, both stages, several splits, a request without rows and one without a
+    slot; and the kernels around. The checks raise AssertionError."""
+    case = mla_cases.make(
+        [200, 9, 5, 0], [3, 0, 2, 2], 30, page=16, rows=9, dead=(2,), device="cuda"
+    )
+    mla_tests.check(case)
+    mla_tests.test_a_whole_sublayer(2, 256)
+
+
 def prefetches() -> None:
     weight = torch.arange(100_000, dtype=torch.int32)
     on_gpu = weight.cuda()
@@ -215,6 +227,7 @@ def main(fault: str, only: bool) -> None:
         deltas()
         routes()
         experts()
+        attention()
         prefetches()
         torch.cuda.synchronize()
         print("sanitize: results are right", flush=True)
