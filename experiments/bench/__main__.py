@@ -21,6 +21,9 @@ from experiments.bench import (
     gemm,
     kda,
     kda_peers,
+    mla,
+    mla_data,
+    mla_peers,
     moe_front,
     peers,
     record,
@@ -35,6 +38,7 @@ from experiments.bench.timing import FLOOR_RATE, CudaTimer
 from verify_kernels.batch import MAX_ROWS
 
 DEFAULT_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_SHAPE_HELP = f"of {', '.join(NAMES)}; mla alone: of {', '.join(mla_data.PARTS)}"
 _QUICK_ROWS = (1, 8, 64)
 _QUICK_SHAPES = ("in_proj", "o_proj", "router", "shared_down")
 _QUICK_TP = (8, 16)
@@ -55,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("ops", nargs="+", metavar="OP", help=f"one or more of {', '.join(OPS)}")
     add("--rows", type=integers, help=f"M to time (default {DEFAULT_ROWS})")
-    add("--shape", nargs="+", default=[], help=f"of {', '.join(NAMES)}")
+    add("--shape", nargs="+", default=[], help=_SHAPE_HELP)
     add(
         "--tp",
         type=integers,
@@ -111,6 +115,12 @@ def _experts(options: argparse.Namespace, settings: Settings) -> list[Bench]:
     return [experts.ExpertsBench(shape, settings) for shape in found]
 
 
+def _mlas(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    parts = [part for part in mla_data.PARTS if part in options.shape]
+    found = mla.shapes(_sizes(options), settings.rows, parts or mla_data.PARTS)
+    return [mla.MlaBench(shape, settings) for shape in found]
+
+
 _MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
     gemm.OP: _gemms,
     moe_front.OP: _fronts,
@@ -118,6 +128,7 @@ _MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
     weight_prefetch.OP: _prefetches,
     kda.OP: _kdas,
     experts.OP: _experts,
+    mla.OP: _mlas,
 }
 OPS = tuple(_MAKERS)
 
@@ -232,6 +243,8 @@ def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
             kda_peers.preload()
         if experts.OP in options.ops:
             experts_peers.preload()
+        if mla.OP in options.ops:
+            mla_peers.preload()
         settings = Settings(
             CudaTimer(options.rounds),
             torch.device("cuda"),

@@ -11,6 +11,7 @@ from experiments.bench import (
     experts_targets,
     kda,
     kda_targets,
+    mla,
     weight_prefetch,
 )
 from experiments.bench.candidate import CUBLAS, OURS, Key, Mode, Point, spell
@@ -78,7 +79,8 @@ def verdicts(point: Point) -> Verdicts:
     ``cublas``, M >= 16, each launch mode at least as fast as cuBLAS. attn_res: at least
     twice as fast as the best peer in the same mode, M <= 8. moe_front: as skinny_gemm,
     our separate launches being one of the peers. kda: as `kda_targets.TARGETS`;
-    experts: as `experts_targets.TARGETS`. prefetch: none.
+    experts: as `experts_targets.TARGETS`; mla: ``peer_plain`` and ``peer_pdl``.
+    prefetch: none.
     """
     if point.op == weight_prefetch.OP:
         return {}
@@ -91,6 +93,8 @@ def verdicts(point: Point) -> Verdicts:
             return {"peer_plain": None, "peer_pdl": None}
         return _against_peers(point, 1 / ATTN_RES_SPEEDUP)
     found = _against_peers(point, PEER_TOLERANCE)
+    if point.op == mla.OP:
+        return found
     needed, reached = required_share(point.bytes), share(point, "pdl")
     judged = point.rows <= DECODE_ROWS and needed is not None and reached is not None
     found["bandwidth"] = reached >= needed if judged else None  # type: ignore[operator]
@@ -129,6 +133,7 @@ def _row(point: Point) -> list[str]:
         attention_residual.OP: "{width}",
         kda.OP: "{requests}x{width}",
         experts.OP: "{inner}x{latent}",
+        mla.OP: "{heads}x{context}",
     }.get(point.op, "{n}x{k}")
     return [
         point.label,
@@ -191,4 +196,5 @@ def remarks(points: Sequence[Point]) -> str:
     lines += [*kda_targets.summaries(ours), *kda_targets.lines(ours)]
     routed = [point for point in points if point.op == experts.OP]
     lines += [*experts_targets.summaries(routed), *experts_targets.lines(routed)]
+    lines += mla.summaries(point for point in points if point.op == mla.OP)
     return "\n".join(lines)

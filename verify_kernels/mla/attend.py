@@ -9,15 +9,13 @@ o_r, m_r log2 e and l_r; `verify_kernels.mla.merge` adds the splits.
 
 A CTA walks along blocks of 64 keys with a tile of 64 pairs of one request, whose query
 rows stay in shared memory; a block's lines are read once for all of them, as keys and
-as values. Two warpgroups share a block:
-
-    scores    32 keys each, by wgmma (products.py); the maxima cross over
-    weights   e^(s - m), rounded to bf16, into shared memory; they cross over too
-    values    256 latent columns each
+as values. Two warpgroups have all scores of a block each, by wgmma (products.py), turn
+them into weights e^(s - m), rounded to bf16, and multiply with these 256 latent columns
+each. So nothing crosses over between them: a fence for weights in shared memory would
+wait for the copies under way too.
 
 While a block is multiplied the next one is copied (cp.async, 16 bytes, one line's page
-looked up for each), beyond the end of a split and of a request too; query rows come
-when the scores of the last block are there.
+looked up for each), beyond the end of a split and of a request too.
 
 A pair's sums begin anew at a split and run over its blocks in order, in fp32; keys that
 it does not see add exact zeros. So its bits depend on its own query and keys alone.
@@ -31,7 +29,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from verify_kernels.common import ptx
-from verify_kernels.common.shared import word
 from verify_kernels.common.wgmma import fence_stores
 from verify_kernels.mla import plan, products
 
@@ -45,10 +42,7 @@ _LINE_BYTES = 2 * LINE
 _TILE_BYTES = products.PANELS * products.PANEL_BYTES
 _STAGES = 2
 _KEYS_AT = _TILE_BYTES
-_WEIGHTS_AT = _KEYS_AT + _STAGES * _TILE_BYTES
-_MAXIMA_AT = _WEIGHTS_AT + products.PANEL_BYTES
-_TOTALS_AT = _MAXIMA_AT + 4 * GROUPS * plan.TILE
-_PLAN_AT = _TOTALS_AT + 4 * GROUPS * plan.TILE
+_PLAN_AT = _KEYS_AT + _STAGES * _TILE_BYTES
 #: Lanes that copy a row of a panel, 16 bytes each.
 _COPIERS = products.ROW_BYTES // 16
 #: Rows that are copied at a time.
@@ -184,11 +178,7 @@ class AttendKernel:
         #: Of a warpgroup's tile, this lane's first row; the other is eight further.
         own = (warp & 3) * 16 + g
         keys_at = base + _KEYS_AT
-        weights_at = base + _WEIGHTS_AT
-        here = keys_at + group * (products.KEYS * products.ROW_BYTES)
         columns = keys_at + group * (4 * products.PANEL_BYTES)
-        # Place of this lane's weights in tile 0 of its four; chunks are XORed.
-        mine = weights_at + own * products.ROW_BYTES + 4 * q
 
         index, tile, block, blocks, bits = plan.find(at, begin, lane)
         # The table's numbers are under way while the query is asked for.
@@ -209,9 +199,12 @@ class AttendKernel:
             stage = ((place - begin) & 1) * _TILE_BYTES
             ptx.wait_copies(0)
             fence_stores()
-            # Nobody reads what the block before was in any more.
+            # Nobody reads what the block before was in any more, nor its query.
             cute.arch.sync_threads()
-            more = place + 1 < end
+            fresh = (block == 0) & (place > begin)
+            if fresh:
+                self.copy_query(query, at, base, thread, index, tile, heads)
+            ptx.commit_copies()
             self.copy_keys(
                 cache,
                 at,
@@ -220,36 +213,33 @@ class AttendKernel:
                 next_index,
                 next_block,
                 pages,
-                Int32(more),
+                Int32(place + 1 < end),
             )
             ptx.commit_copies()
-            s = products.scores(base, here + stage, warp & 3, lane)
-            first = block * plan.BLOCK + group * products.KEYS + 2 * q
+            if fresh:
+                ptx.wait_copies(1)
+                fence_stores()
+                cute.arch.sync_threads()
+                seen = self.visible(at, index, tile, own, heads, causal)
+            s = products.scores(base, keys_at + stage, warp & 3, lane)
+            first = block * plan.BLOCK + 2 * q
             highest = [Float32(-Float32.inf)] * 2
             for n in cutlass.range_constexpr(len(s)):
                 half = n // 2 % 2
                 key = first + n // 4 * 8 + n % 2
                 s[n] = cutlass.select_(key < seen[half], s[n], Float32(-Float32.inf))
                 highest[half] = cute.arch.fmax(highest[half], s[n])
-            for half in cutlass.range_constexpr(2):
-                for offset in (1, 2):
-                    other = cute.arch.shuffle_sync_bfly(highest[half], offset=offset)
-                    highest[half] = cute.arch.fmax(highest[half], other)
-            self.tell(base + _MAXIMA_AT, group, own, q, highest)
-            cute.arch.sync_threads()
-            fresh = next_block == 0
-            if more & fresh:
-                self.copy_query(query, at, base, thread, next_index, next_tile, heads)
-            ptx.commit_copies()
-            theirs = self.told(base + _MAXIMA_AT, group, own)
             shrink = []
             for half in cutlass.range_constexpr(2):
-                new = cute.arch.fmax(
-                    top[half], cute.arch.fmax(highest[half], theirs[half])
-                )
+                new = highest[half]
+                for offset in (1, 2):
+                    other = cute.arch.shuffle_sync_bfly(new, offset=offset)
+                    new = cute.arch.fmax(new, other)
+                new = cute.arch.fmax(top[half], new)
                 shrink.append(cute.math.exp2((top[half] - new) * scale, fastmath=True))
                 top[half] = new
                 total[half] = total[half] * shrink[half]
+            weights = []
             for n in cutlass.range_constexpr(0, len(s), 2):
                 half = n // 2 % 2
                 pair = []
@@ -257,14 +247,7 @@ class AttendKernel:
                     shifted = cute.math.fma(s[n + i], scale, -top[half] * scale)
                     pair.append(cute.math.exp2(shifted, fastmath=True))
                     total[half] = total[half] + pair[i]
-                chunk = (group * 4 + n // 4) ^ g
-                ptx.store_shared_f32(
-                    mine + half * (8 * products.ROW_BYTES) + chunk * 16,
-                    ptx.float_from_bits(ptx.pack_bf16x2(*pair)),
-                )
-            self.shrink(sum_o, shrink)
-            fence_stores()
-            cute.arch.sync_threads()
+                weights.append(ptx.pack_bf16x2(*pair))
             follow = self.follow(
                 at,
                 lane,
@@ -276,8 +259,9 @@ class AttendKernel:
                 next_bits,
             )
             pages = self.pages(cache, block_table, at, thread, follow[0], follow[2])
-            self.add_values(sum_o, weights_at, columns + stage, warp & 3, lane)
             rest = (Int32(1) << (bits - plan.BLOCK_BITS)) - 1
+            within = Int32((block & rest) > 0)
+            self.add_values(sum_o, weights, columns + stage, shrink, within, lane)
             if ((next_block & rest) == 0) | (place + 1 == end):
                 split = block >> (bits - plan.BLOCK_BITS)
                 self.leave(
@@ -298,22 +282,15 @@ class AttendKernel:
                     top,
                     total,
                 )
-                sum_o.fill(0.0)
                 top = [Float32(-Float32.inf)] * 2
                 total = [Float32(0.0)] * 2
             index, tile, block, bits = next_index, next_tile, next_block, next_bits
-            if fresh:
-                seen = self.visible(at, index, tile, own, heads, causal)
             next_index, next_tile, next_block, next_blocks, next_bits = follow
 
-    def shrink(self, sum_o, factors):
-        for n in range(products.COLUMNS // 2):
-            sum_o[n] = sum_o[n] * factors[n // 2 % 2]
-
-    def add_values(self, sum_o, weights, keys, warp, lane):
+    def add_values(self, sum_o, weights, keys, factors, adds, lane):
         count = products.COLUMNS // 2
         old = [sum_o[n] for n in range(count)]
-        new = products.values(weights, keys, old, warp, lane)
+        new = products.values(weights, keys, old, factors, adds, lane)
         for n in range(count):
             sum_o[n] = new[n]
 
@@ -398,18 +375,6 @@ class AttendKernel:
                 )
 
     @cute.jit
-    def tell(self, at, group, own, q, numbers):
-        """Leaves two rows' numbers for the other warpgroup."""
-        if q == 0:
-            for half in cutlass.range_constexpr(2):
-                to = at + 4 * (group * plan.TILE + own + 8 * half)
-                ptx.store_shared_f32(to, numbers[half])
-
-    def told(self, at, group, own):
-        at = at + 4 * ((1 - group) * plan.TILE + own)
-        return [word(at + 32 * half, Float32) for half in range(2)]
-
-    @cute.jit
     def leave(
         self,
         sums: cute.Tensor,
@@ -435,9 +400,6 @@ class AttendKernel:
                 total[half] = total[half] + cute.arch.shuffle_sync_bfly(
                     total[half], offset=offset
                 )
-        self.tell(base + _TOTALS_AT, group, own, q, total)
-        cute.arch.sync_threads()
-        theirs = self.told(base + _TOTALS_AT, group, own)
         begin, pairs = plan.Entry(at, index).pairs(heads)
         for half in cutlass.range_constexpr(2):
             pair = tile * plan.TILE + own + 8 * half
@@ -451,8 +413,7 @@ class AttendKernel:
                     ]
                     ptx.store_global_64(to + 32 * n, words)
                 if (q == 0) & (group == 0):
-                    # Group 0 first, as the other one would add.
-                    found = (top[half] * scale, total[half] + theirs[half])
+                    found = (top[half] * scale, total[half])
                     ptx.store_global_64(
                         scales.iterator.toint() + place * 8,
                         [ptx.float_bits(v) for v in found],

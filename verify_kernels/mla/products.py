@@ -5,9 +5,9 @@ A tile lies in shared memory as panels of 64 columns: rows of 128 bytes, 8 KB a 
 64 rows, its 16-byte chunks XORed with the row's number modulo 8 (wgmma's 128-byte
 swizzle, which wants panels at multiples of 1 KB).
 
-    scores   S[64 query rows, 32 keys] = Q K^T, nine panels of each
-    values   O[64 query rows, 256 columns] += P V, P one panel of 64 keys, and V the
-             panels of K once more, read across
+    scores   S[64 query rows, 64 keys] = Q K^T, nine panels of each
+    values   O[64 query rows, 256 columns] += P V, P in registers, as a lane has the
+             scores, and V the panels of K once more, read across
 
 Warp i of the four has rows 16 i ..; of tile n of 8 columns a lane has, in sums
 4 n .. 4 n + 3, rows g and g + 8 (g = lane / 4), columns 2 q and 2 q + 1 of each
@@ -32,9 +32,9 @@ ROW_BYTES = 128
 PANEL_BYTES = PANEL_ROWS * ROW_BYTES
 #: Panels of a cache line: 512 latent columns and 64 more.
 PANELS = 9
-#: Keys of which one of the two warpgroups has the scores.
-KEYS = 32
-#: Columns of the latent that one of them has the output of.
+#: Keys of a tile.
+KEYS = 64
+#: Columns of the latent that one of two warpgroups has the output of.
 COLUMNS = 256
 _CHUNK = 16
 #: Bytes of 8 rows; steps of 16 columns in a panel.
@@ -55,12 +55,12 @@ def _struct(out, count, loc, ip):
     ]
 
 
-def _statement(code, operands, count, sums, loc, ip):
-    """A statement whose ``count`` results are $0 .., and its Int32 operands behind
-    them; ``sums`` begin in the results' registers."""
+def _statement(code, operands, count, sums, loc, ip, factors=()):
+    """A statement whose ``count`` results are $0 .., behind them its Int32 operands,
+    then its Float32 ``factors``; ``sums`` begin in the results' registers."""
     values = [Int32(v).ir_value(loc=loc, ip=ip) for v in operands]
-    values += [Float32(v).ir_value(loc=loc, ip=ip) for v in sums]
-    constraints = ["=&f"] * count + ["r"] * len(operands)
+    values += [Float32(v).ir_value(loc=loc, ip=ip) for v in (*factors, *sums)]
+    constraints = ["=&f"] * count + ["r"] * len(operands) + ["f"] * len(factors)
     constraints += [str(i) for i in range(len(sums))]
     out = ptx.asm(
         llvm.StructType.get_literal([T.f32()] * count),
@@ -80,20 +80,16 @@ def _names(first, count, prefix="$"):
 
 
 def _wgmma(count, steps):
-    """Code of a chain: ``steps`` are offsets for A's and B's descriptor, whether to
-    add, and whether B is read across; its operands are A's and B's address / 16."""
-    code = [
-        "{.reg .pred no, yes; .reg .b32 t; .reg .b64 a, b;",
-        "setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;",
-        "wgmma.fence.sync.aligned;",
-    ]
-    for a, b, adds, across in steps:
+    """Code of a chain: for each step A's operand, behind the code that makes it, B's
+    offset, and whether B is read across. The first step adds to the sums if predicate
+    ``adds`` says so. B's address / 16 is operand ``count``."""
+    code = ["wgmma.fence.sync.aligned;"]
+    for i, (before, a, b, across) in enumerate(steps):
+        tail = f"1, 1, {across};" if a.startswith("{") else f"1, 1, 0, {across};"
         code += [
-            f"add.s32 t, ${count}, {a}; mov.b64 a, {{t, {_HIGH}}};",
-            f"add.s32 t, ${count + 1}, {b}; mov.b64 b, {{t, {_HIGH}}};",
+            f"{before}add.s32 t, ${count}, {b}; mov.b64 b, {{t, {_HIGH}}};",
             f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
-            f"{{{_names(0, count)}}}, a, b, {'yes' if adds else 'no'}, 1, 1, 0, "
-            f"{across};",
+            f"{{{_names(0, count)}}}, {a}, b, {'yes' if i else 'adds'}, {tail}",
         ]
     return [
         *code,
@@ -108,24 +104,43 @@ def _units(address):
     return (Int32(address) & 0x3FFFF) >> 4
 
 
+_REGISTERS = "{.reg .pred adds, yes; .reg .b32 t; .reg .b64 a, b; setp.eq.b32 yes, 0, 0;"
+
+
 @dsl_user_op
 def _scores_async(query, keys, *, loc=None, ip=None):
     steps = []
     for s in range(_STEPS * PANELS):
         at = PANEL_BYTES * (s // _STEPS) + 2 * _CHUNK * (s % _STEPS) >> 4
-        steps.append((at, at, s > 0, 0))
-    operands = (_units(query), _units(keys))
-    return _statement(_wgmma(_SCORES, steps), operands, _SCORES, (), loc, ip)
+        make = f"add.s32 t, ${_SCORES + 1}, {at}; mov.b64 a, {{t, {_HIGH}}}; "
+        steps.append((make, "a", at, 0))
+    code = [_REGISTERS, "setp.ne.b32 adds, 0, 0;", *_wgmma(_SCORES, steps)]
+    operands = (_units(keys), _units(query))
+    return _statement(code, operands, _SCORES, (), loc, ip)
+
+
+def _shrink(factors):
+    """Multiplies a lane's sums, of two rows; ``factors`` are operands."""
+    return [
+        f"mul.f32 ${n}, ${n}, ${factors + n // 2 % 2};" for n in range(_SUMS)
+    ]
 
 
 @dsl_user_op
-def _values_async(weights, values, sums, *, loc=None, ip=None):
-    steps = [
-        (2 * _CHUNK * s >> 4, (2 * _EIGHT_ROWS * s >> 4) + _ACROSS, True, 1)
-        for s in range(_STEPS)
+def _values_async(weights, values, sums, factors, adds, *, loc=None, ip=None):
+    steps = []
+    for s in range(_STEPS):
+        words = f"{{{_names(_SUMS + 2 + 4 * s, 4)}}}"
+        at = (2 * _EIGHT_ROWS * s >> 4) + _ACROSS
+        steps.append(("", words, at, 1))
+    operands = (_units(values), adds, *weights)
+    code = [
+        _REGISTERS,
+        f"setp.ne.b32 adds, ${_SUMS + 1}, 0;",
+        *_shrink(_SUMS + len(operands)),
+        *_wgmma(_SUMS, steps),
     ]
-    operands = (_units(weights), _units(values))
-    return _statement(_wgmma(_SUMS, steps), operands, _SUMS, sums, loc, ip)
+    return _statement(code, operands, _SUMS, sums, loc, ip, factors)
 
 
 def _mma(d, a, b):
@@ -173,24 +188,24 @@ def _scores_sync(query, keys):
 
 
 @dsl_user_op
-def _values_of_step(weights, values, sums, *, loc=None, ip=None):
-    code = [_HEAD, _matrices(_A, f"${_SUMS}", 0, 0)]
-    for n in range(0, COLUMNS // 8, 2):
-        panel, tile = divmod(n, PANEL_ROWS // 8)
-        at = PANEL_BYTES * panel
-        code.append(_matrices(_B, f"${_SUMS + 1}", tile // 2, at, ".trans"))
-        code += [_mma(4 * n, _A, "b0,b1"), _mma(4 * n + 4, _A, "b2,b3")]
+def _values_sync(weights, values, sums, factors, adds, *, loc=None, ip=None):
+    after = _SUMS + 2 + len(weights)
+    code = [
+        "{.reg .pred fresh; .reg .b32 t, b<4>;",
+        f"setp.eq.b32 fresh, ${_SUMS + 1}, 0;",
+        *_shrink(after),
+        *(f"@fresh mov.f32 ${n}, 0f00000000;" for n in range(_SUMS)),
+    ]
+    for s in range(_STEPS):
+        a = _names(_SUMS + 2 + 4 * s, 4)
+        for n in range(0, COLUMNS // 8, 2):
+            panel, tile = divmod(n, PANEL_ROWS // 8)
+            at = PANEL_BYTES * panel + 2 * _EIGHT_ROWS * s
+            code.append(_matrices(_B, f"${_SUMS}", tile // 2, at, ".trans"))
+            code += [_mma(4 * n, a, "b0,b1"), _mma(4 * n + 4, a, "b2,b3")]
     code.append("}")
-    return _statement(code, (weights, values), _SUMS, sums, loc, ip)
-
-
-@cute.jit
-def _values_sync(weights, values, sums):
-    """A loop, as for the scores."""
-    for step in cutlass.range(_STEPS, unroll=1):
-        at = weights ^ (step * (2 * _CHUNK))
-        sums = _values_of_step(at, values + step * (2 * _EIGHT_ROWS), sums)
-    return sums
+    operands = (values, adds, *weights)
+    return _statement(code, operands, _SUMS, sums, loc, ip, factors)
 
 
 def _row(address, lane, row_bit, chunk_bit):
@@ -203,11 +218,11 @@ def _row(address, lane, row_bit, chunk_bit):
 
 
 def scores(query, keys, warp, lane):
-    """Sixteen sums a lane of the scores with the keys' first `KEYS` rows.
+    """A lane's 32 scores, four for each tile of 8 keys.
 
     Args:
         query: shared address of the query tile.
-        keys: of the first of the `KEYS` rows in the keys' first panel.
+        keys: of the keys'.
         warp: this thread's among its four.
         lane: this thread's.
     """
@@ -217,17 +232,21 @@ def scores(query, keys, warp, lane):
     return _scores_sync(_row(mine, lane, 3, 4), _row(keys, lane, 4, 3))
 
 
-def values(weights, keys, sums, warp, lane):
-    """``sums``, 128 a lane, plus the weights' product with `COLUMNS` columns.
+def values(weights, keys, sums, factors, adds, lane):
+    """``sums``, 128 a lane, times their row's factor, plus the weights' product with
+    `COLUMNS` columns.
+
+    One statement: the tensor cores want the sums in 128 registers next to each other,
+    and what else touches them costs copies.
 
     Args:
-        weights: shared address of the panel of weights.
-        keys: of the first of four panels.
+        weights: where a lane has scores the weights, two bf16 an Int32.
+        keys: shared address of the first of four panels.
         sums: Float32, a lane's.
-        warp: this thread's among its four.
+        factors: of its two rows.
+        adds: an Int32, 0 to begin at zero whatever the sums are.
         lane: this thread's.
     """
     if has_wgmma():
-        return _values_async(weights, keys, sums)
-    mine = weights + warp * (16 * ROW_BYTES)
-    return _values_sync(_row(mine, lane, 3, 4), _row(keys, lane, 3, 4), sums)
+        return _values_async(weights, keys, sums, factors, adds)
+    return _values_sync(weights, _row(keys, lane, 3, 4), sums, factors, adds)
