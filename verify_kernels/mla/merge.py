@@ -25,8 +25,10 @@ from verify_kernels.mla.attend import LATENT
 COLUMNS = LATENT // 4
 GROUPS = 4
 THREADS = GROUPS * COLUMNS
-#: Splits of a group whose sums are under way at once.
-AHEAD = 8
+#: Splits of a group that are asked for before the lengths are known, and at once then:
+#: 16 of all, and the 48 more that there may be in two turns.
+BLIND = 4
+AHEAD = 6
 LN_2 = 0.6931471805599453
 
 
@@ -110,7 +112,7 @@ class MergeKernel:
         # Loads to registers ptxas puts off until a split is to be added, and copies
         # until the lengths have come, where no barrier stands in between.
         ours = base + thread * 16
-        self.ask(ours, at, group, last)
+        self.ask(ours, at, group, last, BLIND)
         cute.arch.sync_threads()
         found = []
         for half in cutlass.range_constexpr(2):
@@ -139,13 +141,13 @@ class MergeKernel:
         whole = shares[0] * totals[0] + shares[1] * totals[1]
         for bit in cutlass.range_constexpr(5):
             whole = whole + cute.arch.shuffle_sync_bfly(whole, offset=1 << bit)
-        y = self.add([Float32(0.0)] * 4, ours, shares, group, splits)
-        first, zero = group + GROUPS * AHEAD, most >> 31
+        y = self.add([Float32(0.0)] * 4, ours, shares, group, splits, BLIND)
+        first, zero = group + GROUPS * BLIND, most >> 31
         for begin in cutlass.range(first, splits, GROUPS * AHEAD, unroll=1):
             # Behind what has been read of the places: the sums need it.
             tie = ptx.float_bits(y[0]) & zero
-            self.ask(ours + tie, at, begin, splits - 1)
-            y = self.add(y, ours, shares, begin, splits)
+            self.ask(ours + tie, at, begin, splits - 1, AHEAD)
+            y = self.add(y, ours, shares, begin, splits, AHEAD)
         sums_at = base + 16 * THREADS * AHEAD
         mine = sums_at + ((group - 1) * LATENT + column) * 4
         if group > 0:
@@ -173,20 +175,22 @@ class MergeKernel:
                     splits > 0, value, Float32(-Float32.inf)
                 )
 
-    def ask(self, to, at, first, last):
-        """Copies a thread's columns of its group's next splits, of the last where there
-        are no more."""
-        for i in range(AHEAD):
-            split = cutlass.min(first + GROUPS * i, last)
+    def ask(self, to, at, first, last, count):
+        """Copies a thread's columns of its group's next splits, ``last`` the last."""
+        for i in range(count):
+            split = first + GROUPS * i
             ptx.copy_async_128_if(
-                to, at + Int64(split) * (4 * LATENT), Int32(1), 16 * THREADS * i
+                to,
+                at + Int64(split) * (4 * LATENT),
+                Int32(split <= last),
+                16 * THREADS * i,
             )
         ptx.commit_copies()
 
-    def add(self, y, at, shares, first, splits):
+    def add(self, y, at, shares, first, splits, count):
         """Plus those splits, as far as there are any."""
         ptx.wait_copies(0)
-        for i in range(AHEAD):
+        for i in range(count):
             split = first + GROUPS * i
             of_half = cutlass.select_(split < 32, shares[0], shares[1])
             share = cute.arch.shuffle_sync(of_half, split & 31)
