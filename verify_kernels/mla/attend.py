@@ -183,9 +183,10 @@ class AttendKernel:
         index, tile, block, blocks, bits = plan.find(at, begin, lane)
         # The table's numbers are under way while the query is asked for.
         pages = self.pages(cache, block_table, at, thread, index, block)
-        self.copy_query(query, at, base, thread, index, tile, heads)
-        self.copy_keys(cache, at, keys_at, thread, index, block, pages, Int32(1))
-        ptx.commit_copies()
+        products.copy(self.query_copies(query, at, base, thread, index, tile))
+        products.copy(
+            self.keys_copies(cache, at, keys_at, thread, index, block, pages, Int32(1))
+        )
         seen = self.visible(at, index, tile, own, heads, causal)
         follow = self.follow(at, lane, begin + 1, index, tile, block, blocks, bits)
         next_index, next_tile, next_block, next_blocks, next_bits = follow
@@ -203,9 +204,12 @@ class AttendKernel:
             cute.arch.sync_threads()
             fresh = (block == 0) & (place > begin)
             if fresh:
-                self.copy_query(query, at, base, thread, index, tile, heads)
-            ptx.commit_copies()
-            self.copy_keys(
+                products.copy(self.query_copies(query, at, base, thread, index, tile))
+                ptx.wait_copies(0)
+                fence_stores()
+                cute.arch.sync_threads()
+                seen = self.visible(at, index, tile, own, heads, causal)
+            copies = self.keys_copies(
                 cache,
                 at,
                 keys_at + (_TILE_BYTES - stage),
@@ -215,13 +219,7 @@ class AttendKernel:
                 pages,
                 Int32(place + 1 < end),
             )
-            ptx.commit_copies()
-            if fresh:
-                ptx.wait_copies(1)
-                fence_stores()
-                cute.arch.sync_threads()
-                seen = self.visible(at, index, tile, own, heads, causal)
-            s = products.scores(base, keys_at + stage, warp & 3, lane)
+            s = products.scores(base, keys_at + stage, copies, warp & 3, lane)
             first = block * plan.BLOCK + 2 * q
             highest = [Float32(-Float32.inf)] * 2
             for n in cutlass.range_constexpr(len(s)):
@@ -330,8 +328,8 @@ class AttendKernel:
             found.append(key - number * page)
         return found
 
-    def copy_keys(self, cache, at, to, thread, index, block, pages, live):
-        """Asks for a block's lines, zeros behind the last."""
+    def keys_copies(self, cache, at, to, thread, index, block, pages, live):
+        """This lane's part of a block's lines, zeros behind the last."""
         keys = plan.Entry(at, index).keys
         row = thread // _COPIERS
         sources, sizes = [], []
@@ -341,11 +339,11 @@ class AttendKernel:
             )
             sources.append(source + pages[2 * i + 1] * _LINE_BYTES)
             sizes.append(self.size(block * plan.BLOCK + first + row < keys))
-        self.copy_rows(to, thread, sources, sizes, live)
+        return self.copies(to, thread, sources, sizes, live)
 
-    def copy_query(self, query, at, to, thread, index, tile, heads):
-        """Asks for a tile's query rows, zeros behind the last."""
-        begin, pairs = plan.Entry(at, index).pairs(heads)
+    def query_copies(self, query, at, to, thread, index, tile):
+        """This lane's part of a tile's query rows, zeros behind the last."""
+        begin, pairs = plan.Entry(at, index).pairs(query.shape[1])
         sources, sizes = [], []
         for first in range(0, plan.TILE, _AT_ONCE):
             pair = tile * plan.TILE + first + thread // _COPIERS
@@ -353,26 +351,16 @@ class AttendKernel:
             pair = begin + cutlass.select_(there, pair, Int32(0))
             sources.append(query.iterator.toint() + Int64(pair) * _LINE_BYTES)
             sizes.append(self.size(there))
-        self.copy_rows(to, thread, sources, sizes, Int32(1))
+        return self.copies(to, thread, sources, sizes, Int32(1))
 
     def size(self, there):
         return cutlass.select_(there, Int32(16), Int32(0))
 
-    def copy_rows(self, to, thread, sources, sizes, live):
-        """A lane copies 16 bytes of every panel, of two rows."""
+    def copies(self, to, thread, sources, sizes, live):
+        """Of 16 bytes of two rows, as `products.scores` takes them."""
         row, chunk = thread // _COPIERS, thread % _COPIERS
         place = to + row * products.ROW_BYTES + (chunk ^ (row & 7)) * 16
-        for i, (source, size) in enumerate(zip(sources, sizes, strict=True)):
-            source = source + Int64(chunk * 16)
-            for panel in range(products.PANELS):
-                ptx.copy_async_128_if(
-                    place,
-                    source,
-                    live,
-                    panel * products.PANEL_BYTES + i * _AT_ONCE * products.ROW_BYTES,
-                    panel * products.ROW_BYTES,
-                    size=size,
-                )
+        return live, place, [s + Int64(chunk * 16) for s in sources], sizes
 
     @cute.jit
     def leave(
