@@ -189,9 +189,18 @@ def greedy(folder: Folder, name: str, case: Mapping[str, Any], add: Add) -> None
             variant=f"tiny-k3 {name} greedy {group}",
             shape=folder.sampling(name, group, 0.0),
             unit=LENGTH[1],
-            gates={"text_equal": case["equal"], "executor_ran": case["executor_ran"]},
+            gates=gates_of(case),
             own="" if case["equal"] else where_it_differs(case),
         )
+
+
+def gates_of(case: Mapping[str, Any]) -> dict[str, bool]:
+    """Of a case's lines; logits only where every op was ours and some were compared."""
+    gates = {"text_equal": case["equal"], "executor_ran": case["executor_ran"]}
+    logits = case.get("logits", {})
+    if case.get("exact_wanted") and logits["prompts"]:
+        gates["logits_equal"] = not logits["differ"]
+    return gates
 
 
 def where_it_differs(case: Mapping[str, Any]) -> str:

@@ -385,3 +385,15 @@ def test_the_command_replaces_the_file(
         assert message in capsys.readouterr().err
         assert out.read_text() == text
     assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("differ", [[], [{"group": "batch1", "prompt": 0}]])
+def test_logits_are_a_gate_where_some_were_compared(differ: list[object]) -> None:
+    case = {"equal": True, "executor_ran": True, "exact_wanted": True}
+    compared = {"prompts": 3, "apart": 0, "differ": differ}
+    found = record.gates_of({**case, "logits": compared})
+    assert found["logits_equal"] is (not differ)
+    for other in ({**compared, "prompts": 0}, compared):
+        wanted = other is not compared
+        silent = {**case, "exact_wanted": wanted, "logits": other}
+        assert "logits_equal" not in record.gates_of(silent)
