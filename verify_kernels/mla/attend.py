@@ -11,15 +11,16 @@ A CTA walks along blocks of 64 keys with a tile of 64 pairs of one request, whos
 rows stay in shared memory; a block's lines are read once for all of them, as keys and
 as values. Two warpgroups have all scores of a block each, by wgmma (products.py), turn
 them into weights e^(s - m), rounded to bf16, and multiply with these 256 latent columns
-each. So nothing crosses over between them: a fence for weights in shared memory would
-wait for the copies under way too.
+each. So nothing crosses over between them.
 
 While a block is multiplied the next one is copied (cp.async, 16 bytes, one line's page
 looked up for each), beyond the end of a split and of a request too.
 
 A pair's sums begin anew at a split and run over its blocks in order, in fp32; keys that
-it does not see add exact zeros. So its bits depend on its own query and keys alone.
-Lines behind the last key are zeros in shared memory, whatever the cache has there.
+it does not see add exact zeros. So its bits depend on its own query and keys alone, as
+long as the lines behind them, of later rows of its request, are finite: 0 times NaN is
+NaN here. Lines behind a request's last key are zeros in shared memory, whatever the
+cache has there.
 
 Read once: the cache lines of a tile. Early loads: none.
 """
@@ -31,10 +32,8 @@ from cutlass import Float32, Int32, Int64
 from verify_kernels.common import ptx
 from verify_kernels.common.wgmma import fence_stores
 from verify_kernels.mla import plan, products
+from verify_kernels.mla.parts import LATENT, LINE
 
-#: Width of a cache line, and of the part that values are.
-LINE = 576
-LATENT = 512
 GROUPS = 2
 THREADS = 128 * GROUPS
 LOG2_E = 1.4426950408889634

@@ -20,7 +20,7 @@ from verify_kernels.batch import MAX_ROWS
 from verify_kernels.common import ptx
 from verify_kernels.common.shared import put
 from verify_kernels.mla import plan
-from verify_kernels.mla.attend import LATENT
+from verify_kernels.mla.parts import LATENT
 
 COLUMNS = LATENT // 4
 GROUPS = 4
