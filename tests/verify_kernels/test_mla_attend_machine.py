@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,6 +194,23 @@ def test_no_request_at_all() -> None:
     case = mla_cases.make([5, 6], [1, 1], heads=2, dead=(0, 1))
     latent, lse = attend(case)
     assert not latent.any() and torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("stale", [500, 2**31 - 1, -(2**31), 2**28 + 2])
+@pytest.mark.parametrize("dead", [(1,), ()], ids=["no_slot", "no_rows"])
+def test_the_length_of_no_request_may_be_anything(
+    stale: int, dead: tuple[int, ...]
+) -> None:
+    """Nor is there a table for it: what is looked up behind the end is in the table."""
+    case = mla_cases.make([9, 3], [2, int(bool(dead))], heads=1, page=16, dead=dead)
+    batch = case.batch
+    assert batch.block_table is not None
+    lengths = batch.history.clone()
+    lengths[1] = stale
+    narrow = batch.block_table[:, :1].contiguous()
+    other = replace(case, batch=replace(batch, history=lengths, block_table=narrow))
+    for whole, part in zip(attend(case, ctas=1), attend(other, ctas=1), strict=True):
+        assert same(whole, part)
 
 
 def test_nothing_is_right_without_its_wait() -> None:

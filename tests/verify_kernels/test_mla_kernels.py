@@ -338,7 +338,7 @@ def test_refusals() -> None:
             "latent": latent,
             **changed,
         }
-        mla_attend(**arguments, scale=SCALE)  # type: ignore[arg-type]
+        mla_attend(**{"scale": SCALE, **arguments})  # type: ignore[arg-type]
 
     wrong = {
         "query": (case.query[..., :-1], "query is"),
@@ -350,6 +350,12 @@ def test_refusals() -> None:
     for name, (value, message) in wrong.items():
         with pytest.raises(ValueError, match=message):
             call(**{name: value})
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="scale is"):
+            call(scale=scale)
+    flat = replace(case.batch, row_start=case.batch.row_start[0])
+    with pytest.raises(ValueError, match="row_start is"):
+        call(batch=flat)
     with pytest.raises(ValueError, match="multiple of 16"):
         call(cache=case.cache[:, :15])
     with pytest.raises(ValueError, match="a CUDA device"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,8 +51,8 @@ def split_bits(heads: int) -> int:
 
 @dataclass(frozen=True)
 class MlaSpace:
-    """What attention leaves for its merge; one for all layers, as launches follow each
-    other. 50 MB for 6 heads, 100 for 12 to 48, 200 for 96.
+    """What attention leaves for its merge; one for all layers, whose launches follow
+    each other on one stream. 50 to 100 MB for 6 to 48 heads, 200 for 96.
 
     Attributes:
         sums: fp32 [64 H, S, 512], of each of a (row, head) pair's S splits.
@@ -205,16 +206,17 @@ def mla_attend(
     The equations are in `verify_kernels.mla.reference` (`partial`). Scores and sums are
     fp32, weights bf16, as are the latents. The bits of a row depend on its own query
     and keys, on H and the GPU's architecture: not on the step's other rows, pages or
-    SMs.
+    SMs, as long as the lines of later rows of its request are finite.
 
     Args:
         query: bf16 [M, H, 576], M = 0 .. 64, H = 1 .. 96.
         cache: bf16 [pages, page, 576], page a multiple of 16; pages may lie apart.
             Lines behind a request's last are not read.
-        batch: the step, with its block table.
+        batch: the step; its block table must cover every request's keys and is
+            trusted.
         space: for H heads; replaced.
         latent: bf16 [M, H, 512], replaced; rows of no request are zeros.
-        scale: of the scores.
+        scale: of the scores, above 0.
         causal: row t sees the history and rows 0 .. t; else all rows of its request.
         counted: ``batch.history`` counts the step's rows, as vLLM's lengths do.
         lse: fp32 [M, H], replaced by the log-sum-exp of the scaled scores, -inf for
@@ -228,6 +230,8 @@ def mla_attend(
         ValueError: for a shape, dtype, layout or device that does not fit. Nothing is
             written then.
     """
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be a finite number above 0")
     rows, heads = _pairs("query", query, LINE)
     most = split_bits(heads)
     arguments: list[Argument] = [
@@ -274,7 +278,7 @@ def mla_value(
     latent: Tensor, w_uv: Tensor, gate: Tensor, out: Tensor, *, pdl: bool = True
 ) -> Tensor:
     """Gated values of every head, W_UV latent * sigmoid(gate), rounded once; one
-    launch.
+    launch. Rows of no request are as finite as their gate is.
 
     Args:
         latent: bf16 [M, H, 512], M = 0 .. 64.
@@ -330,6 +334,10 @@ def _step(batch: VerifyBatch, cache: Tensor) -> Sequence[Argument]:
     """A step and its cache, as `check_all` takes them; ValueError for what that does
     not see."""
     table = batch.block_table
+    if batch.row_start.ndim != 1:
+        raise ValueError(
+            f"batch.row_start is {tuple(batch.row_start.shape)}; it must be [B + 1]"
+        )
     if table is None:
         raise ValueError("batch.block_table is None; MLA needs the pages [B, N]")
     if not 1 <= batch.size <= MAX_ROWS:

@@ -92,8 +92,11 @@ def make(base, lane, row_start, history, slots, heads, most, causal, counted):
         row = row_start[request]
         width = row_start[request + 1] - row
         past = history[request] - cutlass.select_(counted != 0, width, Int32(0))
-        there = there & (slots[request] > 0)
+        # Whatever the length of no request is, and of one without rows: blocks are
+        # looked up behind the end too.
+        there = there & (slots[request] > 0) & (width > 0)
         width = cutlass.select_(there, width, Int32(0))
+        past = cutlass.select_(there, past, Int32(0))
         keys = past + width
         least = cutlass.select_(causal != 0, past + 1, keys)
         bits = split_bits(least, most)
