@@ -20,6 +20,14 @@ def tiny_draft() -> Path:
     return TINY / "dspark-vanilla"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # `--dist loadgroup`: a file is one process's unless its tests say otherwise.
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # A vLLM that is installed but broken must fail these tests, not skip them.
     if item.get_closest_marker("engine") and seams.installed_engine() is None:

@@ -17,27 +17,36 @@ Of each variant, for each architecture, from its PTX, its cubin and its IR:
   machine code and needs nvdisasm; without one the report says that it was not checked.
 
 And of the sources: inline asm is written in one place.
+
+Architectures often have the same code: sm_103a's PTX is sm_100a's but for its target
+line, and half of the kernels have the same machine code there. What was read of one is
+used again for the next, so ask for the architectures of a variant one after the other.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verify_kernels.audit import sass
+from verify_kernels.audit.address import Region
 from verify_kernels.audit.checks import Promise, check
-from verify_kernels.audit.cubin import Resources, resources
+from verify_kernels.audit.cubin import Resources, resources, sections
 from verify_kernels.audit.launch import Launch, read_launch
-from verify_kernels.audit.ptx import parse
+from verify_kernels.audit.ptx import Entry, parse
 from verify_kernels.audit.sass import NoDisassembler, disassemble
 from verify_kernels.audit.slots import check_slots, count_arrivals
 from verify_kernels.audit.source import check_ir, check_sources
 from verify_kernels.common.variant import Kernel, Variant
 
 __all__ = ["Report", "audit", "check_sources"]
+
+_TARGET = re.compile(r"^\.target .*", re.M)
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
     with tempfile.TemporaryDirectory() as scratch:
         directory = keep / arch / variant.op / variant.name if keep else Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        with _keeping_ir(directory):
+        with _files_only(directory):
             artifacts = variant.compile(arch, dump=directory).artifacts
     kernel = variant.kernel
     promise = Promise(
@@ -88,7 +97,7 @@ def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
         kernel.early_release,
         bool(kernel.pdl),
     )
-    entries, cubins = parse(artifacts.PTX), resources(artifacts.CUBIN)
+    entries, cubins = _entries(artifacts.PTX), resources(artifacts.CUBIN)
     if len(entries) != 1 or set(cubins) != {entries[0].name}:
         raise ValueError(
             f"{variant.op}/{variant.name} compiles to {len(entries)} kernels; the "
@@ -102,7 +111,7 @@ def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
     findings += _check_budgets(used, kernel.shared_bytes, variant)
     barriers = "mbarrier" in artifacts.PTX
     arrivals, unchecked, early_slots = _check_slots(
-        artifacts.CUBIN, kernel, used, barriers
+        artifacts.CUBIN, arch, kernel, used, barriers
     )
     findings += early_slots
     return Report(
@@ -119,39 +128,74 @@ def audit(variant: Variant, arch: str, keep: Path | None = None) -> Report:
 
 
 @contextmanager
-def _keeping_ir(directory: Path) -> Iterator[None]:
-    """Have the compiler keep its first IR in ``directory``: no option does."""
+def _files_only(directory: Path) -> Iterator[None]:
+    """Have the compiler keep its first IR in ``directory``: no option does.
+
+    Nor build the host's part, which nothing runs here: for the architecture that this
+    machine has, or is taken to have, it takes half as long again.
+    """
     from cutlass.cutlass_dsl import CuTeDSL
 
     settings = CuTeDSL._get_dsl().envar
-    before = settings.keep_ir, settings.dump_dir
-    settings.keep_ir, settings.dump_dir = True, str(directory)
+    before = settings.keep_ir, settings.dump_dir, settings.arch
+    settings.keep_ir, settings.dump_dir, settings.arch = True, str(directory), ""
     try:
         yield
     finally:
-        settings.keep_ir, settings.dump_dir = before
+        settings.keep_ir, settings.dump_dir, settings.arch = before
+
+
+def _entries(ptx: str) -> tuple[Entry, ...]:
+    """The kernels of a PTX module, whose target does not matter."""
+    return _parsed(_TARGET.sub(".target", ptx))
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(ptx: str) -> tuple[Entry, ...]:
+    return parse(ptx)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """A cubin, as good as any other of its generation with the same machine code."""
+
+    generation: str
+    code: tuple[tuple[str, bytes], ...]
+    cubin: bytes = field(compare=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_slots(
+    machine: _Machine, kept: tuple[Region, ...]
+) -> tuple[int, tuple[str, ...]]:
+    """Number of arrivals, and what was found."""
+    code = disassemble(machine.cubin)
+    return count_arrivals(code), tuple(check_slots(code, kept))
 
 
 def _check_slots(
-    cubin: bytes, kernel: Kernel, used: Resources, barriers: bool
+    cubin: bytes, arch: str, kernel: Kernel, used: Resources, barriers: bool
 ) -> tuple[int | None, str, list[str]]:
     """Number of arrivals checked, why none were, and what was found.
 
     Without ``barriers`` there can be none: the machine code, which takes a third of
     an audit's time, is not looked at.
     """
+    # Ranges count from the start of dynamic shared memory, which static would move.
+    kept = () if used.static_shared_bytes else getattr(kernel, "kept_shared", ())
+    code = tuple((s.name, s.data) for s in sections(cubin) if ".text" in s.name)
     try:
+        sass.find_nvdisasm()
         if not barriers:
-            sass.find_nvdisasm()
             return 0, "", []
-        code = disassemble(cubin)
+        # sm_100a and sm_103a are of one generation: the last digit is not the ISA's.
+        machine = _Machine(arch.rstrip("a")[:-1], code, cubin)
+        arrivals, found = _read_slots(machine, tuple(kept))
     except NoDisassembler as error:
         return None, str(error), []
     except ValueError as error:
         return None, str(error), [f"slots handed back were not checked: {error}"]
-    # Ranges count from the start of dynamic shared memory, which static would move.
-    kept = () if used.static_shared_bytes else getattr(kernel, "kept_shared", ())
-    return count_arrivals(code), "", check_slots(code, kept)
+    return arrivals, "", list(found)
 
 
 def _check_launch(launch: Launch, shared_bytes: int, promise: Promise) -> Iterator[str]:

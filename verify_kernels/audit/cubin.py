@@ -52,8 +52,7 @@ def resources(cubin: bytes) -> dict[str, Resources]:
     Raises:
         ValueError: not a cubin, or one without register counts.
     """
-    sections = _sections(cubin)
-    found = {section.name: section for section in sections}
+    found = {section.name: section for section in sections(cubin)}
     if not {".nv.info", ".symtab", ".strtab"} <= found.keys():
         raise ValueError("the file has no .nv.info section: not a linked cubin")
     symbols = _symbols(found[".symtab"].data, found[".strtab"].data)
@@ -77,7 +76,7 @@ def resources(cubin: bytes) -> dict[str, Resources]:
     return result
 
 
-def _sections(cubin: bytes) -> list[_Section]:
+def sections(cubin: bytes) -> list[_Section]:
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     (table,) = struct.unpack_from("<Q", cubin, 40)
