@@ -22,7 +22,7 @@ lint: $(VENV)/.ready
 	$(BIN)/python -m mypy
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 train-tiny: $(VENV)/.ready
 	$(BIN)/python -m experiments.train_tiny --out experiments/tiny

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run real vLLM on the CPU and count what its speculation did.
 
-`run_engine` starts one child process (environment variables must be set before Python
-starts there, and an engine's memory is only given back when its process ends), sends
-it the jobs as JSON and reads back one `EngineRun` a job. Everything counted comes from
+`run_engine` runs each engine in a process of its own (environment variables must be set
+before vLLM is imported there, and an engine's memory is only given back when its
+process ends), a fork of one that has imported vLLM, sends it the jobs as JSON and reads
+back one `EngineRun` a job. Everything counted comes from
 vLLM's own counters, none of it from the configured draft length.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.config import load_config
+from experiments.forking import Forker
 
 PROGRESS = "dspark-k3 progress: "
 """Prefix of the child's progress lines."""
@@ -203,25 +205,20 @@ def _run_child(
     arguments: list[str], progress: Callable[[str], None] | None
 ) -> tuple[list[str], int]:
     """Run this module as a program; return its output lines and exit code."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "experiments.engine", *arguments],
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    log: list[str] = []
-    assert child.stdout is not None
-    try:
-        for line in child.stdout:
-            log.append(line.rstrip("\n"))
-            if progress is not None and line.startswith(PROGRESS):
-                progress(line.removeprefix(PROGRESS).strip())
-        return log, child.wait()
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+
+    def told(line: str) -> None:
+        if progress is not None and line.startswith(PROGRESS):
+            progress(line.removeprefix(PROGRESS).strip())
+
+    return _forker().run("experiments.engine", arguments, progress=told)
+
+
+@functools.cache
+def _forker() -> Forker:
+    """Of this process: one import of vLLM serves all its engines."""
+    forker = Forker(ENVIRONMENT)
+    atexit.register(forker.close)
+    return forker
 
 
 def _serve_jobs(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,6 +20,18 @@ def tiny_draft() -> Path:
     return TINY / "dspark-vanilla"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Where pytest-xdist writes an item's group.
+    if config.getoption("dist", "no") == "loadgroup" and not hasattr(
+        pytest.Item, "_nodeid"
+    ):
+        raise pytest.UsageError(
+            f"--dist loadgroup keeps no groups together under pytest "
+            f"{pytest.__version__}: every worker would make every fixture of a file. "
+            "Install the versions that pyproject.toml asks for."
+        )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # `--dist loadgroup`: a file is one process's unless its tests say otherwise.
