@@ -70,6 +70,36 @@ def test_kernel_table_is_the_recorded_run() -> None:
         assert (peer_us, peer) == (f"{line['peers'][best]:.2f}", best.split(":")[0])
 
 
+def test_mla_table_is_the_recorded_run() -> None:
+    """Every row, the count of points, and the times of the layer and of the drafter."""
+    lines = results.read(ROOT / "experiments" / "results" / "h200" / "mla.jsonl")
+    points = [x for x in lines if x.get("op") == "mla" and x["variant"] == "pdl"]
+    assert all(all(x["gates"].values()) for x in points)
+    core, ahead = {}, 0
+    for line in (x for x in points if x["shape"]["part"] == "core"):
+        shape, peers = line["shape"], line["peers"]
+        by = f"{shape['requests']} x {shape['width']}"
+        core[f"{shape['heads']} | {by} | {shape['context']:,}"] = [
+            f"{us:.1f}"
+            for us in (line["us"], peers["fa3:plain"], peers["flashmla:plain"])
+        ]
+        best = min(us for name, us in peers.items() if not name.startswith("ours"))
+        ahead += line["us"] <= best
+    found = re.findall(r"^\| (\d+ \| \d x \d \| [\d,]+) \| (.*) \|$", README, re.M)
+    assert len(found) == 11
+    for name, cells in found:
+        assert cells.split(" | ") == core[name]
+    assert f"at {ahead} of {len(core)} points" in README
+    for line in (x for x in points if x["shape"]["part"] != "core"):
+        part = line["shape"]["part"]
+        stock = line["peers"][
+            "vllm:plain" if part == "sublayer" else "triton_mla:plain"
+        ]
+        for us in (line["us"], stock):
+            said = f"{us:.1f}" if part == "sublayer" else f"{us:.0f}"
+            assert re.search(rf"\b{re.escape(said)}\b", README)
+
+
 def test_paths_and_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"make ([a-z]+[a-z-]*) ", README)) <= targets
