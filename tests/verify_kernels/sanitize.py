@@ -25,6 +25,7 @@ from tests.verify_kernels import test_kda_commit as kda_commit_tests
 from tests.verify_kernels import test_kda_kernel as kda_tests
 from tests.verify_kernels import test_kda_kernel_snapshots as kda_snapshot_tests
 from tests.verify_kernels import test_kda_slots as kda_slots_tests
+from tests.verify_kernels import test_markov as markov_tests
 from tests.verify_kernels import test_mla_kernels as mla_tests
 from tests.verify_kernels import test_moe_experts as expert_tests
 from tests.verify_kernels import test_moe_route as route_tests
@@ -191,6 +192,17 @@ def attention() -> None:
     mla_tests.test_a_whole_sublayer(2, 256)
 
 
+def drafts() -> None:
+    """Both ranks, fewer tiles than CTAs and more, requests of one turn and of two. The
+    checks raise AssertionError."""
+    for rank, requests, vocab in ((32, 33, 256), (256, 3, 40_000)):
+        case = markov_tests.make(requests, 2, vocab, rank).to("cuda")
+        noise = markov_tests.noise_to(markov_tests.noise_of(case), "cuda")
+        markov_tests.check_requests_alone(markov_tests.on_gpu, case, noise)
+    flat = markov_tests.make(6, 2, 512).to("cuda")
+    markov_tests.check_strange_numbers(markov_tests.on_gpu, flat)
+
+
 def prefetches() -> None:
     weight = torch.arange(100_000, dtype=torch.int32)
     on_gpu = weight.cuda()
@@ -228,6 +240,7 @@ def main(fault: str, only: bool) -> None:
         routes()
         experts()
         attention()
+        drafts()
         prefetches()
         torch.cuda.synchronize()
         print("sanitize: results are right", flush=True)

@@ -170,21 +170,26 @@ def load_global_f32x4(address, offset=0, *, loc=None, ip=None):
     return _load("global", 4, Float32, Int64(address), offset, loc, ip)
 
 
-def _load_if(space, address, live, offset, old, loc, ip):
+def _load_if(space, address, live, offset, old, loc, ip, count=4):
     i32 = T.i32()
+    places = ",".join(f"${i}" for i in range(count))
+    vector = f".v{count}" if count > 1 else ""
+    target = f"{{{places}}}" if count > 1 else places
     out = asm(
-        llvm.StructType.get_literal([i32] * 4),
+        llvm.StructType.get_literal([i32] * count) if count > 1 else i32,
         [v.ir_value(loc=loc, ip=ip) for v in (address, live, *old)],
-        "{.reg .pred p; setp.ne.s32 p, $5, 0; "
-        f"@p ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];}}",
-        f"=r,=r,=r,=r,{'l' if isinstance(address, Int64) else 'r'},r"
-        + "".join(f",{i}" for i in range(4) if old),
+        f"{{.reg .pred p; setp.ne.s32 p, ${count + 1}, 0; "
+        f"@p ld.{space}{vector}.b32 {target}, [${count}+{offset}];}}",
+        "=r," * count
+        + ("l" if isinstance(address, Int64) else "r")
+        + ",r"
+        + "".join(f",{i}" for i in range(count) if old),
         effects=True,
         clobber=True,
         loc=loc,
         ip=ip,
     )
-    return _values(out, 4, i32, Int32, loc, ip)
+    return _values(out, count, i32, Int32, loc, ip) if count > 1 else (Int32(out),)
 
 
 @dsl_user_op
@@ -199,6 +204,13 @@ def load_global_128_if(address, live, offset=0, old=(), hint="", *, loc=None, ip
     load stays ahead of ``griddepcontrol.wait`` (SASS). Clobber.
     """
     return _load_if(f"global{hint}", Int64(address), Int32(live), offset, old, loc, ip)
+
+
+@dsl_user_op
+def load_global_words_if(address, live, old, *, loc=None, ip=None):
+    """As many 32-bit words as ``old`` has, 1, 2 or 4, aligned to all of them, where the
+    Int32 ``live`` is not 0, and ``old`` elsewhere; as `load_global_128_if`. Clobber."""
+    return _load_if("global", Int64(address), Int32(live), 0, old, loc, ip, len(old))
 
 
 @dsl_user_op
@@ -231,10 +243,12 @@ def _store_global(address, values, loc, ip):
     operands = [Int64(address).ir_value(loc=loc, ip=ip)]
     operands += [Int32(v).ir_value(loc=loc, ip=ip) for v in values]
     places = ",".join(f"${1 + i}" for i in range(len(values)))
+    vector = f".v{len(values)}" if len(values) > 1 else ""
     asm(
         None,
         operands,
-        f"st.global.v{len(values)}.b32 [$0], {{{places}}};",
+        f"st.global{vector}.b32 [$0], "
+        + (f"{{{places}}};" if vector else f"{places};"),
         "l" + ",r" * len(values),
         effects=True,
         clobber=True,
@@ -252,6 +266,12 @@ def store_global_128(address, values, *, loc=None, ip=None):
 @dsl_user_op
 def store_global_64(address, values, *, loc=None, ip=None):
     """Two Int32 to an 8-byte aligned global address. Clobber."""
+    _store_global(address, values, loc, ip)
+
+
+@dsl_user_op
+def store_global_words(address, values, *, loc=None, ip=None):
+    """1, 2 or 4 Int32 to a global address aligned to all of them. Clobber."""
     _store_global(address, values, loc, ip)
 
 
@@ -527,6 +547,21 @@ def permute(a, b, chosen, *, loc=None, ip=None):
         ip=ip,
     )
     return Int32(out)
+
+
+@dsl_user_op
+def divide_full(a, b, *, loc=None, ip=None):
+    """a / b as Triton divides Float32: 2 ulp, whatever the sizes. Pure."""
+    out = asm(
+        T.f32(),
+        [Float32(v).ir_value(loc=loc, ip=ip) for v in (a, b)],
+        "div.full.f32 $0, $1, $2;",
+        "=f,f,f",
+        effects=False,
+        loc=loc,
+        ip=ip,
+    )
+    return Float32(out)
 
 
 @dsl_user_op

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 #: Architectures every variant compiles for; the first runs here, the others compile.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 #: Ops with kernels. Each has a module ``verify_kernels.<op>.host`` with ``variants``.
-OPS = ("skinny_gemm", "attn_res", "prefetch", "kda", "moe", "mla")
+OPS = ("skinny_gemm", "attn_res", "prefetch", "kda", "moe", "mla", "markov")
 
 
 class Kernel(Protocol):

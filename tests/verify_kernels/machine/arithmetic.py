@@ -115,6 +115,7 @@ SAME_TYPE: dict[str, Function] = {
     "div": _divide,
     "rem": _remainder,
     "div.rn": np.divide,
+    "div.full": np.divide,
     "min": _smaller,
     "max": _larger,
     "and": np.bitwise_and,
@@ -137,11 +138,16 @@ COMPARE: dict[str, Function] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "neu": np.not_equal,
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
 }
 #: (to, from); integers to integers need no entry.
 CONVERT: dict[tuple[str, str], Function] = {
     ("bf16", "f32"): bf16,
     ("f32", "bf16"): lambda a: (a.astype(np.uint32) << 16).view(np.float32),
+    ("f32", "s32"): lambda a: a.astype(np.float32),
+    ("f32", "u32"): lambda a: a.astype(np.float32),
 }
 _INTEGERS = {f"{sign}{bits}" for sign in "us" for bits in (16, 32, 64)}
 
@@ -234,6 +240,20 @@ def _select(decoder: Decoder, ins: Instruction) -> Decoded:
     return _apply(np.where, out, which, a, b)
 
 
+def _funnel(decoder: Decoder, ins: Instruction) -> Decoded:
+    """shf: the upper word of two, shifted left together."""
+    if ins.opcode != "shf.l.wrap.b32":
+        raise decoder.refuse("the machine takes shf.l.wrap.b32 only")
+    out, low, high, count = [("u32", decoder.row(o, "u32")) for o in ins.operands]
+
+    def shift(a: Array, b: Array, n: Array) -> Array:
+        both = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
+        by = (n & np.uint32(31)).astype(np.uint64)
+        return (both << by >> np.uint64(32)).astype(np.uint32)
+
+    return _apply(shift, out, low, high, count)
+
+
 def _permute(decoder: Decoder, ins: Instruction) -> Decoded:
     """prmt: of eight bytes those that the digits of a constant choose; a digit of 8 and
     more gives eight times the sign of a byte."""
@@ -323,6 +343,7 @@ BUILDERS: dict[str, Build] = {
     "setp": _compare,
     "selp": _select,
     "prmt": _permute,
+    "shf": _funnel,
     "cvt": _convert,
     "mov": _move,
 }
