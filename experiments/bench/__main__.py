@@ -21,6 +21,7 @@ from experiments.bench import (
     gemm,
     kda,
     kda_peers,
+    markov,
     mla,
     mla_data,
     mla_peers,
@@ -121,6 +122,10 @@ def _mlas(options: argparse.Namespace, settings: Settings) -> list[Bench]:
     return [mla.MlaBench(shape, settings) for shape in found]
 
 
+def _markovs(options: argparse.Namespace, settings: Settings) -> list[Bench]:
+    return [markov.MarkovBench(s, settings) for s in markov.shapes(settings.rows)]
+
+
 _MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
     gemm.OP: _gemms,
     moe_front.OP: _fronts,
@@ -129,6 +134,7 @@ _MAKERS: dict[str, Callable[[argparse.Namespace, Settings], list[Bench]]] = {
     kda.OP: _kdas,
     experts.OP: _experts,
     mla.OP: _mlas,
+    markov.OP: _markovs,
 }
 OPS = tuple(_MAKERS)
 
@@ -245,6 +251,8 @@ def main(arguments: Sequence[str] | None = None, log: Log = _say) -> int:
             experts_peers.preload()
         if mla.OP in options.ops:
             mla_peers.preload()
+        if markov.OP in options.ops:
+            markov.preload()
         settings = Settings(
             CudaTimer(options.rounds),
             torch.device("cuda"),

@@ -11,6 +11,7 @@ from experiments.bench import (
     experts_targets,
     kda,
     kda_targets,
+    markov,
     mla,
     weight_prefetch,
 )
@@ -25,6 +26,8 @@ DECODE_ROWS = 8
 CUBLAS_ROWS = 16
 PEER_TOLERANCE = 1.03
 ATTN_RES_SPEEDUP = 2.0
+#: Of the sequential head over vLLM's loop: for one request, and for more.
+MARKOV_SPEEDUP = (3.0, 2.0)
 
 #: True, False, or None where the requirement does not apply or cannot be judged.
 Verdicts = dict[str, bool | None]
@@ -79,7 +82,8 @@ def verdicts(point: Point) -> Verdicts:
     ``cublas``, M >= 16, each launch mode at least as fast as cuBLAS. attn_res: at least
     twice as fast as the best peer in the same mode, M <= 8. moe_front: as skinny_gemm,
     our separate launches being one of the peers. kda: as `kda_targets.TARGETS`;
-    experts: as `experts_targets.TARGETS`; mla: ``peer_plain`` and ``peer_pdl``.
+    experts: as `experts_targets.TARGETS`; mla: ``peer_plain`` and ``peer_pdl``;
+    markov: three times as fast as vLLM's loop for one request, twice for more.
     prefetch: none.
     """
     if point.op == weight_prefetch.OP:
@@ -95,6 +99,8 @@ def verdicts(point: Point) -> Verdicts:
     found = _against_peers(point, PEER_TOLERANCE)
     if point.op == mla.OP:
         return found
+    if point.op == markov.OP:
+        return _against_peers(point, 1 / MARKOV_SPEEDUP[point.rows > 1])
     needed, reached = required_share(point.bytes), share(point, "pdl")
     judged = point.rows <= DECODE_ROWS and needed is not None and reached is not None
     found["bandwidth"] = reached >= needed if judged else None  # type: ignore[operator]
@@ -134,6 +140,7 @@ def _row(point: Point) -> list[str]:
         kda.OP: "{requests}x{width}",
         experts.OP: "{inner}x{latent}",
         mla.OP: "{heads}x{context}",
+        markov.OP: "{drafts}x{vocab}",
     }.get(point.op, "{n}x{k}")
     return [
         point.label,

@@ -196,7 +196,7 @@ def test_no_two_draws_share_noise() -> None:
         ({"base": torch.zeros(65, 3, 8)}, "B at most 64"),
         ({"base": torch.zeros(2, 16, 8)}, "N 1 to 15"),
         ({"base": torch.zeros(2, 3, 8, dtype=torch.float16)}, "bfloat16 or float32"),
-        ({"w1": torch.zeros(8, 48).bfloat16()}, "R 256 and 32"),
+        ({"w1": torch.zeros(8, 48).bfloat16()}, "R 256, 64, 32"),
         ({"w2": torch.zeros(10, 32).bfloat16()}, "w2 is"),
         ({"anchor": torch.zeros(2, dtype=torch.int64)}, "anchor is"),
         ({"tokens": torch.zeros(2, 2, dtype=torch.int64)}, "tokens is"),

@@ -15,7 +15,7 @@ from verify_kernels.common.checks import Argument, check_all
 from verify_kernels.common.variant import Variant, cached, device_arch, fake
 
 #: R that kernels are compiled for: that of published drafters and of the tiny ones.
-RANKS = (256, 32)
+RANKS = (256, 64, 32)
 #: Requests of a step, and drafts of a request, at most.
 MAX_REQUESTS = 64
 MAX_DRAFTS = 15
@@ -185,7 +185,7 @@ def _rank(w1: Tensor) -> int:
     if w1.ndim != 2 or w1.shape[1] not in RANKS or not w1.shape[0]:
         raise ValueError(
             f"w1 is {tuple(w1.shape)}; it must be [tokens, R] and kernels are compiled "
-            f"for R {' and '.join(map(str, RANKS))}"
+            f"for R {', '.join(map(str, RANKS))}"
         )
     return w1.shape[1]
 
