@@ -11,7 +11,6 @@ vLLM's own counters, none of it from the configured draft length.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import sys
 import tempfile
@@ -210,12 +209,19 @@ def _run_child(
         if progress is not None and line.startswith(PROGRESS):
             progress(line.removeprefix(PROGRESS).strip())
 
-    return _forker().run("experiments.engine", arguments, progress=told)
+    # One import of vLLM serves all engines of this process that follow each other, and
+    # engines at the same time have one each.
+    forker = _idle.pop() if _idle else _started()
+    try:
+        return forker.run("experiments.engine", arguments, progress=told)
+    finally:
+        _idle.append(forker)
 
 
-@functools.cache
-def _forker() -> Forker:
-    """Of this process: one import of vLLM serves all its engines."""
+_idle: list[Forker] = []
+
+
+def _started() -> Forker:
     forker = Forker(ENVIRONMENT)
     atexit.register(forker.close)
     return forker

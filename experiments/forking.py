@@ -21,6 +21,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -34,7 +35,8 @@ _BEGUN = "dspark-k3 forker: begun "
 
 
 class Forker:
-    """A process with vLLM imported, started when the first program is run.
+    """A process with vLLM imported, started when the first program is run. Programs run
+    one at a time: a thread that asks for another waits.
 
     Args:
         environment: added to this process's for the import and every program.
@@ -45,6 +47,7 @@ class Forker:
         self._environment = dict(environment)
         self._module = module
         self._host: subprocess.Popen[str] | None = None
+        self._turn = threading.Lock()
 
     def run(
         self,
@@ -59,6 +62,15 @@ class Forker:
         lines and the code are the import's. A program is killed, with its process
         group, when this raises, on ctrl-C for instance.
         """
+        with self._turn:
+            return self._run(module, arguments, progress)
+
+    def _run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        progress: Callable[[str], None] | None,
+    ) -> tuple[list[str], int]:
         log: list[str] = []
         host = self._host or self._start()
         assert host.stdin is not None and host.stdout is not None

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from experiments import engine
 from experiments.forking import Forker
 
 SLOW = "import os\nBORN = os.getpid()\nprint('imported', flush=True)\n"
@@ -78,6 +81,45 @@ def test_lines_are_told_as_they_come(forker: Forker) -> None:
     log, _ = forker.run("program", ["tell"], progress=lines.append)
     # The import's are told too, but are no part of a program's log.
     assert [line for line in lines if line != "imported"] == log
+
+
+def test_threads_take_turns(forker: Forker) -> None:
+    """Each has its own program's lines and code."""
+    asked = [("tell", str(i)) if i % 2 else ("code", str(i)) for i in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda one: forker.run("program", one), asked))
+    for (kind, which), (log, code) in zip(asked, found, strict=True):
+        assert code == (int(which) if kind == "code" else 0)
+        if kind == "tell":
+            assert json.loads(log[0])[3][1:] == ["tell", which]
+
+
+def test_engines_at_the_same_time_have_a_process_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sweep runs as many as there is room for; later ones use what is there."""
+    at_once = threading.Barrier(2, timeout=10)
+
+    class Recorded:
+        made: ClassVar[list[Recorded]] = []
+
+        def __init__(self, environment: dict[str, str]) -> None:
+            self.made.append(self)
+
+        def run(self, module: str, arguments: list[str], **_: Any) -> Any:
+            if arguments == ["both"]:
+                at_once.wait()
+            return [], 0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(engine, "Forker", Recorded)
+    monkeypatch.setattr(engine, "_idle", [])
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            list(pool.map(lambda _: engine._run_child(["both"], None), range(2)))
+    engine._run_child(["one"], None)
+    assert len(Recorded.made) == 2
 
 
 def gone(process: int) -> bool:
