@@ -92,6 +92,8 @@ class Forker:
                     log, program = [], int(line.removeprefix(_BEGUN))
                 elif line.startswith(_DONE):
                     program = 0
+                    # The line before is ended whatever the program's last one was.
+                    del log[len(log) - (log[-1:] == [""]) :]
                     return log, int(line.removeprefix(_DONE))
                 elif line != _READY:
                     log.append(line)

@@ -27,6 +27,8 @@ if __name__ == "__main__":
     if kind == "tell":
         print(json.dumps([slow.BORN, os.getpid(), os.environ.get("ASKED"), sys.argv]))
         print(repr(sys.stdin.read()))
+    elif kind == "partial":
+        print("whole"), print("partial", end="")
     elif kind == "code":
         sys.exit(int(sys.argv[2]))
     elif kind == "raise":
@@ -79,8 +81,8 @@ def test_codes_are_the_programs(
 def test_lines_are_told_as_they_come(forker: Forker) -> None:
     lines: list[str] = []
     log, _ = forker.run("program", ["tell"], progress=lines.append)
-    # The import's are told too, but are no part of a program's log.
-    assert [line for line in lines if line != "imported"] == log
+    # The import's are told too, and an empty one, but are no part of a program's log.
+    assert [line for line in lines if line not in ("imported", "")] == log
 
 
 def test_threads_take_turns(forker: Forker) -> None:
@@ -120,6 +122,11 @@ def test_engines_at_the_same_time_have_a_process_each(
             list(pool.map(lambda _: engine._run_child(["both"], None), range(2)))
     engine._run_child(["one"], None)
     assert len(Recorded.made) == 2
+
+
+def test_a_last_line_may_lack_its_end(forker: Forker) -> None:
+    assert forker.run("program", ["partial"])[0] == ["whole", "partial"]
+    assert forker.run("program", ["code", "0"])[0] == []
 
 
 def gone(process: int) -> bool:

@@ -18,6 +18,8 @@ from verify_kernels.markov import MarkovSpace, Noise, markov_sample, reference
 #: fp32 noise and division against fp64: a few units in the last place of a score of at
 #: most 32 or so.
 NEAR = 2e-5
+#: Two units of bf16 of numbers from 8 to 16: a bias that is rounded otherwise.
+TWO_UNITS = 2 * 2.0**-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +259,7 @@ def test_k3s_head_is_right(requests: int, dtype: torch.dtype) -> None:
     previous = case.anchor.long()
     for step in range(7):
         logits = reference.step_logits(case.base[:, step], case.w1, case.w2, previous)
-        assert reference.close(logits.double(), tokens[:, step], 0.13).all()
+        assert reference.close(logits.double(), tokens[:, step], TWO_UNITS).all()
         exact = reference.argmax(logits.double())
         assert (tokens[:, step] != exact).sum() <= max(1, requests // 16)
         previous = tokens[:, step]
@@ -295,39 +297,51 @@ def test_a_thousand_launches_agree(noised: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_tokens_are_those_of_vllms_loop(sampled: bool, dtype: torch.dtype) -> None:
-    """12,544 drafts. cuBLAS adds in another order, so a bias may round otherwise; such
-    a token's score is within two units of bf16 of vLLM's."""
-    gumbel = pytest.importorskip("vllm.v1.worker.gpu.sample.gumbel")
+    """12,544 drafts. cuBLAS adds in another order, so one bias of some hundreds rounds
+    otherwise, and so do a token or two: at most one of a thousand."""
+    sampler = pytest.importorskip("vllm.v1.worker.gpu.sample.gumbel")
     different = 0
     for seed in range(28):
         case = make(64, 7, **K3, dtype=dtype, seed=seed).to("cuda")
         noise = noise_to(noise_of(case, seed), "cuda")
-        kept = noise.logits
-        assert kept is not None
         tokens = on_gpu(case, noise if sampled else None)
-        previous = case.anchor.long()
-        for step in range(7):
-            bias = torch.nn.functional.linear(case.w1[previous], case.w2)
-            logits = case.base[:, step] + bias
-            if sampled:
-                stock = gumbel.gumbel_sample(
-                    logits,
-                    noise.states[:, step],
-                    noise.temperature,
-                    noise.seeds,
-                    noise.positions[:, step],
-                    apply_temperature=True,
-                    is_drafting=True,
-                    logits_cache=torch.empty_like(kept),
-                    logits_cache_col=torch.tensor(step, device="cuda"),
-                )
-            else:
-                stock = logits.argmax(-1)
-            own = tokens[:, step]
-            wrong = own != stock
-            different += int(wrong.sum())
-            gap = logits.float().gather(1, torch.stack((own, stock), 1)).diff(dim=1)
-            if not sampled:
-                assert gap[wrong].abs().max() <= 0.13 if wrong.any() else True
-            previous = own
+        different += against_the_loop(case, noise, tokens, sampled, sampler)
     assert different <= 12
+
+
+def against_the_loop(
+    case: Case, noise: Noise, tokens: Tensor, sampled: bool, sampler: Any
+) -> int:
+    """Of tokens behind the same tokens, how many differ from vLLM's; what was kept is
+    checked against its logits."""
+    different = 0
+    kept, vocab = noise.logits, case.base.shape[2]
+    assert kept is not None
+    previous = case.anchor.long()
+    for step in range(case.base.shape[1]):
+        bias = torch.nn.functional.linear(case.w1[previous], case.w2)
+        logits = case.base[:, step] + bias
+        own, states = tokens[:, step], noise.states[:, step]
+        if sampled:
+            there = states >= 0
+            found = kept[states[there], step, :vocab].float()
+            gap = (found - logits[there].float()).abs()
+            assert gap.max() <= TWO_UNITS and (gap > 0).float().mean() < 0.01
+            stock = sampler.gumbel_sample(
+                logits,
+                states,
+                noise.temperature,
+                noise.seeds,
+                noise.positions[:, step],
+                apply_temperature=True,
+                is_drafting=True,
+                logits_cache=torch.empty_like(kept),
+                logits_cache_col=torch.tensor(step, device=logits.device),
+            )
+        else:
+            stock = logits.argmax(-1)
+            pair = torch.stack((own, stock), 1)
+            assert (logits.float().gather(1, pair).diff().abs() <= TWO_UNITS).all()
+        different += int((own != stock).sum())
+        previous = own
+    return different

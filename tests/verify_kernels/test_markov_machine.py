@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from experiments.engine import ENVIRONMENT
+from experiments.forking import Forker
 from tests.verify_kernels import test_markov as cases
 from tests.verify_kernels.machine import Fault, GlobalMemory, launch, tensor_argument
 from tests.verify_kernels.machine.kernels import Edit, compiled
@@ -18,6 +22,8 @@ from verify_kernels.markov import MarkovSpace, Noise
 from verify_kernels.markov.host import ctas_of, variant_name
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(
@@ -179,3 +185,13 @@ def test_every_wait_is_needed(wait: str, noised: bool) -> None:
             return True
 
     assert any(fails(seed) for seed in range(3))
+
+
+@pytest.mark.engine
+def test_tokens_are_those_of_vllms_sampler() -> None:
+    """All of 60, whose noise its Triton kernel draws in the interpreter."""
+    with Forker({**ENVIRONMENT, "PYTHONPATH": str(ROOT)}) as forker:
+        log, code = forker.run("tests.verify_kernels.interpreted_sampler", [])
+    assert code == 0, log[-20:]
+    found = json.loads(log[-1])
+    assert len(found) == 4 and not any(found.values()), found
