@@ -42,6 +42,7 @@ _FOUND = ("named", "left")
 Layout = Literal["snapshot", "fold"]
 #: How a request's recurrent states are kept (`dspark_k3.target.slots`).
 LAYOUTS = ("snapshot", "fold")
+_CHOICES = {"kda_layout": LAYOUTS, "draft_sampler": SIDES}
 
 
 def _defaults() -> Mapping[str, Side]:
@@ -59,6 +60,9 @@ class Settings:
         calibration: apply the calibration.json that stands beside a Qwen3 DSpark
             checkpoint (`dspark-k3 calibrate` writes it) to the confidence that
             adaptive verification goes by.
+        draft_sampler: what draws a Qwen3 DSpark drafter's tokens: "stock", vLLM's loop,
+            or "ours", one kernel a draft (`dspark_k3.draft.sequential`), on a GPU and
+            where it has what the step needs; the log says what it lacks.
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
@@ -79,6 +83,7 @@ class Settings:
 
     check_draft: bool = True
     calibration: bool = True
+    draft_sampler: Side = "stock"
     target: bool = False
     ops: Mapping[str, Side] = field(default_factory=_defaults)
     kda_layout: Layout = "snapshot"
@@ -129,11 +134,11 @@ def read(additional_config: Any) -> Settings:
             )
         if name == "ops":
             values[name] = _read_ops(value)
-        elif name == "kda_layout":
-            if value not in LAYOUTS:
+        elif name in _CHOICES:
+            if value not in _CHOICES[name]:
                 raise ValueError(
                     f"additional_config[{KEY!r}][{name!r}]={value!r}: must be "
-                    f"{' or '.join(map(repr, LAYOUTS))}"
+                    f"{' or '.join(map(repr, _CHOICES[name]))}"
                 )
         elif not isinstance(value, bool):
             raise ValueError(

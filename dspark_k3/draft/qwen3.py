@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's Qwen3 DSpark drafter with its checkpoint checked before anything is built.
 
-Registered under the in-tree name ``Qwen3DSparkModel``; apart from the check, a log
-line, a calibration if one stands beside the checkpoint (`calibrated`) and, on a CPU,
-`normalise_each_layer`, it is the in-tree class.
+Registered under the in-tree name ``Qwen3DSparkModel``; it is the in-tree class apart
+from the check, a log line, a calibration if one stands beside the checkpoint
+(`calibrated`), a sampler of ours if it is asked for (`sequential`) and, on a CPU,
+`normalise_each_layer`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ class CheckedQwen3DSpark(CalibratedConfidence, Qwen3DSparkForCausalLM):
             self.calibrate(
                 speculative.draft_model_config.model,
                 speculative.num_speculative_tokens,
+            )
+        if asked.draft_sampler == "ours":
+            from dspark_k3.draft.sequential import SequentialHead
+
+            self.sample_sequential = SequentialHead(
+                self, vllm_config.device_config.device
             )
         if current_platform.is_cpu():
             self.model._normalize_context_k = normalise_each_layer(self.model)
