@@ -117,7 +117,8 @@ def test_a_layout_is_read() -> None:
         ({"chek_draft": True}, "unknown key 'chek_draft'; known keys: check_draft"),
         (
             {"named": ["moe"]},
-            "unknown key 'named'; known keys: check_draft, calibration, draft_sampler, target, ops",
+            "unknown key 'named'; known keys: check_draft, calibration, draft_sampler, "
+            "target, ops",
         ),
         ({"left": {}}, "unknown key 'left'; known keys: check_draft"),
         ({"check_draft": "no"}, r"\['check_draft'\]='no': must be true or false"),
