@@ -101,10 +101,12 @@ class Forker:
                         progress(line)
             self._host = None
             return log, host.wait() or 1
-        finally:
+        except BaseException:
+            # Also before the program has begun: the next run would take its lines.
             if program:
                 _kill_group(program)
-                self.close()
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the process; a later run starts another."""

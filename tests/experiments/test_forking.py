@@ -159,6 +159,17 @@ def test_an_interrupted_program_is_ended_and_another_can_be_run(
     assert told(forker)
 
 
+def test_one_interrupted_during_the_import_leaves_nothing_to_the_next(
+    forker: Forker,
+) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        forker.run("program", ["code", "3"], progress=interrupt)
+    assert told(forker)[3][1:] == ["tell", "a b"]
+
+
 def test_a_failed_import_says_why() -> None:
     with Forker({}, "no_such_module") as forker:
         log, code = forker.run("program", [])
