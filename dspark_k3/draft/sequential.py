@@ -109,6 +109,10 @@ class SequentialHead:
             (processor.scale != 1.0, f"a logit scale of {processor.scale}"),
             (processor.soft_cap is not None, f"a soft cap of {processor.soft_cap}"),
             (
+                processor.head_dtype not in (None, torch.bfloat16),
+                f"heads of {processor.head_dtype}",
+            ),
+            (
                 w2 is None or {w1.dtype, w2.dtype} != {torch.bfloat16},
                 "the Markov head is not bf16",
             ),

@@ -106,6 +106,14 @@ class Point:
     moved: list[str] = field(default_factory=list)
     kernels: dict[Key, list[str]] = field(default_factory=dict)
 
+    def enter(self, times: Mapping[Key, Timing | str]) -> None:
+        """What a timer gave: times, or why there is none."""
+        for key, time in times.items():
+            if isinstance(time, str):
+                self.missing[spell(key)] = time
+            else:
+                self.timings[key] = time
+
     def peers(self) -> dict[Key, Timing]:
         """Timings of everybody else."""
         return {k: t for k, t in self.timings.items() if k[0] != OURS}

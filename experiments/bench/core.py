@@ -143,16 +143,13 @@ def time_point(
     timer: timing.Timer,
 ) -> None:
     """Time the candidates beside one another and enter the result in ``point``."""
-    measured = timer.measure(
-        launches(candidates, inputs, make_out),
-        len(inputs),
-        timing.floor_us(point.bytes),
+    point.enter(
+        timer.measure(
+            launches(candidates, inputs, make_out),
+            len(inputs),
+            timing.floor_us(point.bytes),
+        )
     )
-    for key, found in measured.items():
-        if isinstance(found, str):
-            point.missing[spell(key)] = found
-        else:
-            point.timings[key] = found
 
 
 def trace_point(

@@ -217,11 +217,7 @@ class ExpertsBench:
             step.copies,
             timing.floor_us(size),
         )
-        for key, time in times.items():
-            if isinstance(time, str):
-                point.missing[spell(key)] = time
-            else:
-                point.timings[key] = time
+        point.enter(times)
         return point
 
     def trace(self, points: Sequence[Point]) -> None:

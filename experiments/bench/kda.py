@@ -319,11 +319,8 @@ class KdaBench:
             key, time = self._key(way, point), times[way.key]
             if key is None:
                 continue
-            if isinstance(time, str):
-                point.missing[spell(key)] = time
-                continue
-            point.timings[key] = time
-            if way.note:
+            point.enter({key: time})
+            if way.note and key in point.timings:
                 point.notes[spell(key)] = way.note
 
     def trace(self, points: Sequence[Point]) -> None:

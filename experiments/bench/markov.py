@@ -21,11 +21,12 @@ from experiments.bench import gates, peers, timing
 from experiments.bench.candidate import OURS, Mode, Point, reason, spell
 from experiments.bench.core import Settings
 from experiments.bench.neighbours import neighbours
-from experiments.bench.ways import Run, Way, Ways
+from experiments.bench.ways import Run, Way, Ways, trace_ways
+from experiments.byte_model import MARKOV_RANK, VOCAB
 from verify_kernels.markov import MarkovSpace, Noise, markov_sample, reference
 
 OP = "markov"
-VOCAB, RANK, DRAFTS = 163840, 256, 7
+DRAFTS = 7
 GREEDY, SAMPLED = "greedy", "sampled"
 STOCK = "vllm"
 _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
@@ -41,7 +42,7 @@ class MarkovShape:
     kind: str
     requests: int
     vocab: int = VOCAB
-    rank: int = RANK
+    rank: int = MARKOV_RANK
     drafts: int = DRAFTS
 
     @property
@@ -121,21 +122,10 @@ class MarkovData:
         """Whether each token's score, behind the tokens before it, is the best or as
         good as rounding lets it be."""
         previous = self.anchor.long()
-        for step in range(self.shape.drafts):
-            logits = reference.step_logits(
-                self.base[0][:, step], self.w1[0], self.w2[0], previous
-            )
-            drawn: tuple[Tensor, ...] = ()
-            if self.noise is not None:
-                states = self.noise.states[:, step]
-                seeds = self.noise.seeds[states] ^ (step << 32)
-                drawn = (
-                    self.noise.temperature[states],
-                    seeds,
-                    self.noise.positions[:, step],
-                )
-            values = reference.scores(logits, *drawn)
-            own = tokens[:, step]
+        tables = self.base[0], self.w1[0], self.w2[0]
+        for number in range(self.shape.drafts):
+            _, values = reference.step(*tables, previous, number, self.noise)
+            own = tokens[:, number]
             if not ((own >= 0) & (own < self.shape.vocab)).all():
                 return False
             if not reference.close(values, own, CLOSE / 0.8).all():
@@ -170,6 +160,28 @@ def ours(modes: Sequence[Mode]) -> Ways[MarkovData]:
     return Ways([way(mode) for mode in modes])
 
 
+def stock_draw(
+    logits: Tensor,
+    noise: Noise,
+    number: int,
+    column: Tensor,
+    sample: Callable[..., Tensor],
+) -> Tensor:
+    """Draft ``number`` by vLLM 0.33's ``gumbel_sample``, asked as its drafter does;
+    ``column`` is the number on the device."""
+    return sample(
+        logits,
+        noise.states[:, number],
+        noise.temperature,
+        noise.seeds,
+        noise.positions[:, number],
+        apply_temperature=True,
+        is_drafting=True,
+        logits_cache=noise.logits,
+        logits_cache_col=column,
+    )
+
+
 def stock_loop(data: MarkovData, sample: Callable[..., Tensor] | None) -> Run:
     """vLLM 0.33's ``_sample_sequential`` from the logits on; ``sample`` its
     ``gumbel_sample``, None where nothing has a temperature."""
@@ -178,25 +190,15 @@ def stock_loop(data: MarkovData, sample: Callable[..., Tensor] | None) -> Run:
 
     def run(copy: int) -> Tensor:
         previous = data.anchor
-        for step in range(data.shape.drafts):
+        for number in range(data.shape.drafts):
             bias = F.linear(F.embedding(previous, data.w1[copy]), data.w2[copy])
-            logits = data.base[copy][:, step] + bias
+            logits = data.base[copy][:, number] + bias
             if noise is None or sample is None:
-                drawn = logits.argmax(dim=-1)
+                previous = logits.argmax(dim=-1)
             else:
-                drawn = sample(
-                    logits,
-                    noise.states[:, step],
-                    noise.temperature,
-                    noise.seeds,
-                    noise.positions[:, step],
-                    apply_temperature=True,
-                    is_drafting=True,
-                    logits_cache=noise.logits,
-                    logits_cache_col=columns[step],
-                )
-            tokens[:, step] = drawn
-            previous = drawn
+                column = columns[number]
+                previous = stock_draw(logits, noise, number, column, sample)
+            tokens[:, number] = previous
         return tokens
 
     return run
@@ -316,23 +318,11 @@ class MarkovBench:
         timed += self._admit(others.ways, data, point)
         runs = {way.key: way.make(data) for way in timed}
         times = settings.timer.measure(runs, len(data.base), timing.floor_us(size))
-        for key, time in times.items():
-            if isinstance(time, str):
-                point.missing[spell(key)] = time
-            else:
-                point.timings[key] = time
+        point.enter(times)
         yield point
 
     def trace(self, points: Sequence[Point]) -> None:
         """See :class:`experiments.bench.core.Bench`."""
         every = self._our_ways(self._settings.modes) + self._peer_ways(self._shape)
         data = MarkovData.draw(self._shape, 1, self._settings.device)
-        for point in points:
-            runs = {
-                way.key: way.make(data)
-                for way in every.ways
-                if way.key in point.timings
-            }
-            for run in runs.values():
-                run(0)
-            point.kernels.update(self._settings.timer.trace(runs))
+        trace_ways(points, every, data, self._settings)

@@ -21,7 +21,7 @@ from experiments.bench.candidate import OURS, Key, Mode, Point, reason, spell
 from experiments.bench.core import Settings
 from experiments.bench.mla_data import CORE, DRAFT, PARTS, SUBLAYER, MlaData, MlaShape
 from experiments.bench.neighbours import neighbours
-from experiments.bench.ways import Run, Way, Ways
+from experiments.bench.ways import Run, Way, Ways, settled, trace_ways
 
 OP = "mla"
 CONTEXTS = (1024, 8192, 32768, 131072)
@@ -95,12 +95,6 @@ def no_worse(found: Tensor, exact: Tensor, plain: Tensor) -> bool:
         return torch.linalg.vector_norm((x.double() - exact).flatten(1), dim=1)
 
     return bool((error(found) <= 2 * error(plain)).all())
-
-
-def _settled(device: torch.device) -> None:
-    """Wait until data that any stream made are there."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _alone(way: Way[MlaData], data: MlaData) -> tuple[list[int], Tensor]:
@@ -223,7 +217,7 @@ class MlaBench:
         size = shape.moved_bytes
         copies = timing.copies_for(shape.copy_bytes)
         data = MlaData.draw(shape, copies, settings.device)
-        _settled(settings.device)
+        settled(settings.device)
         exact, plain = (data.truth(k) for k in (torch.float64, torch.bfloat16))
         point = Point(OP, shape.label, shape.described(), shape.rows, size)
         own = self._our_ways(shape.part, settings.modes)
@@ -234,13 +228,9 @@ class MlaBench:
         timed = [way for way in own.ways if way.key in point.gates.keys() - red.keys()]
         timed += self._admit(others.ways, data, exact, point)
         runs = {way.key: way.make(data) for way in timed}
-        _settled(settings.device)
+        settled(settings.device)
         times = settings.timer.measure(runs, copies, timing.floor_us(size))
-        for key, time in times.items():
-            if isinstance(time, str):
-                point.missing[spell(key)] = time
-            else:
-                point.timings[key] = time
+        point.enter(times)
         yield point
 
     def trace(self, points: Sequence[Point]) -> None:
@@ -248,16 +238,7 @@ class MlaBench:
         every = self._our_ways(self._shape.part, self._settings.modes)
         every += self._peer_ways(self._shape)
         data = MlaData.draw(self._shape, 1, self._settings.device)
-        for point in points:
-            runs = {
-                way.key: way.make(data)
-                for way in every.ways
-                if way.key in point.timings
-            }
-            for run in runs.values():
-                run(0)
-            _settled(self._settings.device)
-            point.kernels.update(self._settings.timer.trace(runs))
+        trace_ways(points, every, data, self._settings)
 
 
 def summaries(points: Iterable[Point]) -> Iterator[str]:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from experiments.bench.candidate import Key, Mode
+from experiments.bench.candidate import Key, Mode, Point
+from experiments.bench.core import Settings
 
 #: A step and its data.
 Data = TypeVar("Data")
@@ -50,3 +52,23 @@ class Ways(Generic[Data]):
 
     def __add__(self, other: Ways[Data]) -> Ways[Data]:
         return Ways(self.ways + other.ways, {**self.missing, **other.missing})
+
+
+def settled(device: torch.device) -> None:
+    """Wait until data that any stream made are there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def trace_ways(
+    points: Sequence[Point], ways: Ways[Data], data: Data, settings: Settings
+) -> None:
+    """Enter the kernels of a step of each way that a point has timed."""
+    for point in points:
+        runs = {
+            way.key: way.make(data) for way in ways.ways if way.key in point.timings
+        }
+        for run in runs.values():
+            run(0)
+        settled(settings.device)
+        point.kernels.update(settings.timer.trace(runs))

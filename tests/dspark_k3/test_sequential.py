@@ -32,7 +32,9 @@ class Drafter:
 
         self.head = normal(VOCAB, HIDDEN)
         self.confident = normal(HIDDEN + RANK)
-        self.logits_processor = SimpleNamespace(scale=1.0, soft_cap=None)
+        self.logits_processor = SimpleNamespace(
+            scale=1.0, soft_cap=None, head_dtype=torch.bfloat16
+        )
         weights = normal(VOCAB, RANK), normal(VOCAB + 32, RANK)
         w1, w2 = (SimpleNamespace(weight=w) for w in weights)
         self.model = SimpleNamespace(
@@ -113,19 +115,7 @@ def drawn(
 ) -> Tensor:
     """What the kernels do."""
     assert anchor.dtype == torch.int32 and w2.shape[0] == base.shape[2]
-    previous = anchor.long()
-    for i in range(base.shape[1]):
-        logits = reference.step_logits(base[:, i], w1, w2, previous)
-        how: tuple[Tensor, ...] = ()
-        if noise is not None:
-            at = noise.states[:, i]
-            assert noise.logits is not None
-            noise.logits[at, i] = logits
-            seeds = noise.seeds[at] ^ (i << 32)
-            how = noise.temperature[at], seeds, noise.positions[:, i]
-        previous = reference.argmax(reference.scores(logits, *how))
-        tokens[:, i] = previous
-    return tokens
+    return tokens.copy_(reference.markov_sample(base, w1, w2, anchor, noise))
 
 
 @pytest.fixture
@@ -162,6 +152,8 @@ def change(model: Drafter, spec: Any, name: str) -> None:
         model.logits_processor.scale = 0.5
     elif name == "a soft cap of 30.0":
         model.logits_processor.soft_cap = 30.0
+    elif name == "heads of torch.float32":
+        model.logits_processor.head_dtype = torch.float32
     elif name == "the Markov head is not bf16":
         del model.model.markov_head.markov_w2.weight
     elif name == "a Markov head of rank 48":
@@ -189,6 +181,7 @@ def change(model: Drafter, spec: Any, name: str) -> None:
         "logits are transformed",
         "a logit scale of 0.5",
         "a soft cap of 30.0",
+        "heads of torch.float32",
         "the Markov head is not bf16",
         "a Markov head of rank 48",
         "an odd vocabulary of 95",

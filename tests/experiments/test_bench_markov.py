@@ -34,21 +34,8 @@ def exactly(data: MarkovData, edit: Edit = lambda _: None) -> Run:
     tokens = data.tokens()
 
     def run(copy: int) -> Tensor:
-        previous = data.anchor.long()
-        for step in range(data.shape.drafts):
-            logits = reference.step_logits(
-                data.base[copy][:, step], data.w1[copy], data.w2[copy], previous
-            )
-            drawn: tuple[Tensor, ...] = ()
-            if data.noise is not None:
-                states = data.noise.states[:, step]
-                drawn = (
-                    data.noise.temperature[states],
-                    data.noise.seeds[states] ^ (step << 32),
-                    data.noise.positions[:, step],
-                )
-            previous = reference.argmax(reference.scores(logits, *drawn))
-            tokens[:, step] = previous
+        tables = data.base[copy], data.w1[copy], data.w2[copy]
+        tokens.copy_(reference.markov_sample(*tables, data.anchor, data.noise))
         edit(tokens)
         return tokens
 

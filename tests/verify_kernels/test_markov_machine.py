@@ -34,12 +34,12 @@ def run(
     processors: int = 3,
 ) -> Tensor:
     """The launches of `markov_sample`."""
-    requests, drafts, vocab = case.base.shape
+    _, drafts, vocab = case.base.shape
     wide = case.base.dtype == torch.float32
     name = variant_name(case.w1.shape[1], wide, noise is not None)
     variant, ptx = compiled("markov", name)
     kernel, space = variant.kernel, MarkovSpace.allocate("cpu")
-    tokens = torch.full((requests, drafts + 2), -7)[:, :drafts]
+    tokens = cases.blank(case)
     ctas = ctas_of(vocab, processors)
     for step in range(drafts + 1):
         memory = GlobalMemory()

@@ -21,6 +21,7 @@ MAX_REQUESTS = 64
 MAX_DRAFTS = 15
 #: CTAs of a launch at most.
 MAX_CTAS = 192
+_PARTS = (2, MAX_REQUESTS, MAX_CTAS, 2)
 _DTYPES = {torch.bfloat16: False, torch.float32: True}
 
 
@@ -53,8 +54,7 @@ class MarkovSpace:
     @classmethod
     def allocate(cls, device: torch.device | str) -> MarkovSpace:
         """For 64 requests; full of what is above every logit, so a wrong read shows."""
-        shape = (2, MAX_REQUESTS, MAX_CTAS, 2)
-        return cls(torch.full(shape, 2**31 - 1, dtype=torch.int32, device=device))
+        return cls(torch.full(_PARTS, 2**31 - 1, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def markov_sample(
     """Draft N tokens a request, each from a bias by the one before; N + 1 launches.
 
     The equations are in `verify_kernels.markov.reference`. Products are summed in fp32;
-    the bias is rounded to bf16, and its sum with a bf16 base too, as vLLM's loop does.
+    the bias is rounded to bf16, and its sum with a bf16 base too, as vLLM's loop does
+    (with fp32 heads vLLM rounds neither, so a fp32 base is not vLLM's).
     The bits of a request depend on its own logits, anchor and noise alone. Among equal
     logits the lowest id is taken, and a NaN before all numbers.
 
@@ -118,14 +119,13 @@ def markov_sample(
     """
     requests, drafts, vocab = _sizes(base)
     rank = _rank(w1)
-    parts = (2, MAX_REQUESTS, MAX_CTAS, 2)
     arguments: list[Argument] = [
         ("base", base, base.dtype, (requests, drafts, vocab), 2, 2 * base.itemsize),
         ("w1", w1, torch.bfloat16, (w1.shape[0], rank), 0, 16),
         ("w2", w2, torch.bfloat16, (vocab, rank), 0, 16),
         ("anchor", anchor, torch.int32, (requests,), 0, 4),
         ("tokens", tokens, torch.int64, (requests, drafts), 1, 8),
-        ("space.parts", space.parts, torch.int32, parts, 0, 16),
+        ("space.parts", space.parts, torch.int32, _PARTS, 0, 16),
     ]
     drawn: tuple[Any, ...] = (None,) * 5
     if noise is not None:
@@ -250,7 +250,7 @@ def _arguments(rank: int, wide: bool, noised: bool) -> Sequence[Any]:
         fake(bf16, (cute.sym_int(), rank), 0, 16),
         fake(bf16, (vocab, rank), 0, 16),
         fake(i32, (requests,), 0, 4),
-        fake(i32, (2, MAX_REQUESTS, MAX_CTAS, 2), 0, 16),
+        fake(i32, _PARTS, 0, 16),
         fake(i64, (requests, drafts), 1, 8),
         *drawn,
         *[cutlass.Int32(0)] * 5,

@@ -122,11 +122,11 @@ class MarkovKernel:
         anchor: cute.Tensor,  # int32 [B]
         parts: cute.Tensor,  # int32 [2, 64, 192, 2]: order and -1 - id
         tokens: cute.Tensor,  # int64 [B, N]
-        temperature,  # fp32 [requests]
-        seeds,  # int64 [requests]
+        temperature,  # fp32 [states]
+        seeds,  # int64 [states]
         states,  # int64 [B, N]
         positions,  # int64 [B, N]
-        kept,  # as base, [requests, N', V']
+        kept,  # as base, [states, N', V']
         keeps: Int32,
         step: Int32,
         sources: Int32,

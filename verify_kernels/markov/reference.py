@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from verify_kernels.markov.host import Noise
+
 #: Added to the positions of drafts.
 DRAFT_SALT = 1 << 30
 _MASK = 0xFFFFFFFF
@@ -57,19 +59,36 @@ def step_logits(base: Tensor, w1: Tensor, w2: Tensor, previous: Tensor) -> Tenso
 
 
 def scores(
-    logits: Tensor,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """What a step's argmax is taken of, fp64 [B, V]; greedy without the rest, all
-    [B]."""
-    if temperature is None or seeds is None or positions is None:
-        return logits.double()
+    """What the argmax is taken of, fp64 [B, V]; the rest is [B]."""
     noise = gumbel(seeds, positions, logits.shape[1])
     warm = (temperature != 0)[:, None]
     heat = torch.where(warm, temperature[:, None], 1.0).double()
     return torch.where(warm, logits.double() / heat + noise, logits.double())
+
+
+def step(
+    base: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    previous: Tensor,
+    number: int,
+    noise: Noise | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Of draft ``number``, behind int64 [B] tokens: its logits [B, V], and what the
+    argmax is taken of, fp64 [B, V]. The rest is as `verify_kernels.markov` takes
+    it."""
+    logits = step_logits(base[:, number], w1, w2, previous)
+    if noise is None:
+        return logits, logits.double()
+    states = noise.states[:, number]
+    there, at = states >= 0, states.clamp(min=0)
+    heat = torch.where(there, noise.temperature[at], 0.0)
+    seeds = noise.seeds[at]
+    if noise.logits is not None:
+        seeds = seeds ^ (number << 32)
+    return logits, scores(logits, heat, seeds, noise.positions[:, number])
 
 
 def argmax(values: Tensor) -> Tensor:
@@ -83,3 +102,25 @@ def close(values: Tensor, tokens: Tensor, limit: float) -> Tensor:
     """bool [B]: whether the tokens' values are within ``limit`` of the largest."""
     found = values.gather(1, tokens[:, None])[:, 0]
     return found >= values.amax(-1) - limit
+
+
+def markov_sample(
+    base: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    anchor: Tensor,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Tokens int64 [B, N], and the logits that ``noise`` wants kept; arguments as
+    `verify_kernels.markov` takes them, on any device."""
+    tokens = []
+    previous = anchor.long()
+    for number in range(base.shape[1]):
+        logits, values = step(base, w1, w2, previous, number, noise)
+        if noise is not None and noise.logits is not None:
+            states = noise.states[:, number]
+            there = states >= 0
+            noise.logits[states[there], number, : logits.shape[1]] = logits[there]
+        previous = argmax(values)
+        tokens.append(previous)
+    return torch.stack(tokens, 1)
