@@ -51,15 +51,23 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     spread: float = 2.0,
+    device: str = "cpu",
 ) -> Case:
     """Rows of base lie apart, between NaN; biases are as large as base is."""
-    g = torch.Generator().manual_seed(seed)
-    base = torch.full((requests, drafts + 1, vocab + 16), torch.nan, dtype=dtype)
-    base = base[:, :drafts, :vocab]
-    base.copy_(spread * torch.randn(base.shape, generator=g))
-    w1 = torch.randn(vocab, rank, generator=g)
-    w2 = torch.randn(vocab, rank, generator=g) * spread / rank**0.5
-    anchor = torch.randint(vocab, (requests,), generator=g, dtype=torch.int32)
+    g = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g, device=device)
+
+    base = torch.full(
+        (requests, drafts + 1, vocab + 16), torch.nan, dtype=dtype, device=device
+    )[:, :drafts, :vocab]
+    base.copy_(spread * normal(*base.shape))
+    w1 = normal(vocab, rank)
+    w2 = normal(vocab, rank) * spread / rank**0.5
+    anchor = torch.randint(
+        vocab, (requests,), generator=g, dtype=torch.int32, device=device
+    )
     return Case(base, w1.bfloat16(), w2.bfloat16(), anchor)
 
 
@@ -80,7 +88,7 @@ def noise_of(case: Case, seed: int = 0, kept: bool = True) -> Noise:
         torch.randint(-(2**62), 2**62, (states,), generator=g),
         where,
         torch.randint(5000, (requests, 1), generator=g) + torch.arange(drafts),
-        torch.full((states, drafts + 1, vocab + 8), torch.nan, dtype=case.base.dtype)
+        case.base.new_full((states, drafts + 1, vocab + 8), torch.nan)
         if kept
         else None,
     )
@@ -245,7 +253,7 @@ def on_gpu(case: Case, noise: Noise | None) -> Tensor:
     return markov_sample(*vars(case).values(), tokens, space, noise=noise)
 
 
-K3 = {"vocab": 163840, "rank": 256}
+K3: dict[str, Any] = {"vocab": 163840, "rank": 256}
 
 
 @pytest.mark.gpu
@@ -301,7 +309,7 @@ def test_tokens_are_those_of_vllms_loop(sampled: bool, dtype: torch.dtype) -> No
     sampler = pytest.importorskip("vllm.v1.worker.gpu.sample.gumbel")
     different = 0
     for seed in range(28):
-        case = make(64, 7, **K3, dtype=dtype, seed=seed).to("cuda")
+        case = make(64, 7, **K3, dtype=dtype, seed=seed, device="cuda")
         noise = noise_to(noise_of(case, seed), "cuda")
         tokens = on_gpu(case, noise if sampled else None)
         different += against_the_loop(case, noise, tokens, sampled, sampler)
