@@ -25,6 +25,9 @@ TARGET_OVERRIDES = {
 }
 """The same for targets, registered on GPU engines only."""
 
+K3_DRAFT_OVERRIDES = {"K3DSparkModel": "dspark_k3.draft.k3:K3DSpark"}
+"""The same for K3's drafter."""
+
 _announced: set[str] = set()
 
 
@@ -44,25 +47,29 @@ def register() -> None:
 
     from vllm.model_executor.models.registry import ModelRegistry
 
-    targets = TARGET_OVERRIDES if _has_targets(engine) else {}
-    for architecture, path in (DRAFT_OVERRIDES | targets).items():
+    targets = TARGET_OVERRIDES if _has(engine, "K3 target to extend") else {}
+    drafts = DRAFT_OVERRIDES
+    if _has(engine, "K3 drafter to extend"):
+        drafts = drafts | K3_DRAFT_OVERRIDES
+    for architecture, path in (drafts | targets).items():
         ModelRegistry.register_model(architecture, path)
     _once(
         logging.INFO,
-        f"dspark-k3 {__version__} active: checked draft models "
-        f"{', '.join(DRAFT_OVERRIDES)}; targets that can be asked for "
+        f"dspark-k3 {__version__} active: draft models "
+        f"{', '.join(drafts)}; targets that can be asked for "
         f"{', '.join(targets) or 'none'}; Triton on CPU "
         f"{'on (interpreter)' if cpu_active else 'off'}",
     )
 
 
-def _has_targets(engine: seams.Engine | None) -> bool:
-    """Whether this engine has the K3 class that ours extends. An untested version may:
-    then ours refuses what the settings ask, and is vLLM's own otherwise."""
+def _has(engine: seams.Engine | None, seam: str) -> bool:
+    """Whether this is a GPU engine with the K3 class that ours extends. An untested
+    version may be: then ours refuses what the settings ask, and is vLLM's own
+    otherwise."""
     return (
         engine is not None
         and engine.distribution == seams.GPU_ENGINE.distribution
-        and seams.has("K3 target to extend")
+        and seams.has(seam)
     )
 
 

@@ -199,6 +199,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam("Triton on CPU engines", "triton_utils/importing.py", "cpu", None, '"cpu"'),
     Seam("additional_config", "config/vllm.py", "both", pattern="additional_config"),
     Seam(
+        "K3 drafter to extend",
+        f"{_K3}/dspark_mla.py",
+        "gpu",
+        "K3DSparkForCausalLM.compute_confidence",
+    ),
+    Seam(
         "K3 target to extend",
         f"{_K3}/model.py",
         "gpu",

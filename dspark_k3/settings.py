@@ -57,12 +57,13 @@ class Settings:
         check_draft: refuse a Qwen3 DSpark checkpoint that does not fit the target or
             the speculative settings. Set it to false to load it unchecked, as vLLM
             does.
-        calibration: apply the calibration.json that stands beside a Qwen3 DSpark
+        calibration: apply the calibration.json that stands beside a Qwen3 or K3 DSpark
             checkpoint (`dspark-k3 calibrate` writes it) to the confidence that
             adaptive verification goes by.
-        draft_sampler: what draws a Qwen3 DSpark drafter's tokens: "stock", vLLM's loop,
-            or "ours", one kernel a draft (`dspark_k3.draft.sequential`), on a GPU and
-            where it has what the step needs; the log says what it lacks.
+        draft_sampler: what draws a Qwen3 or K3 DSpark drafter's tokens: "stock", vLLM's
+            loop, or "ours", one kernel a draft (`dspark_k3.draft.sequential`), on a GPU
+            and where it has what the step needs; the log says what it lacks. Drafters
+            of other families have vLLM's loop whatever stands here.
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out

@@ -2,8 +2,7 @@
 """vLLM's Qwen3 DSpark drafter with its checkpoint checked before anything is built.
 
 Registered under the in-tree name ``Qwen3DSparkModel``; it is the in-tree class apart
-from the check, a log line, a calibration if one stands beside the checkpoint
-(`calibrated`), a sampler of ours if it is asked for (`sequential`) and, on a CPU,
+from the check, a log line, what the settings add (`additions`) and, on a CPU,
 `normalise_each_layer`.
 """
 
@@ -20,7 +19,7 @@ from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.platforms import current_platform
 
 from dspark_k3 import settings
-from dspark_k3.draft.calibrated import CalibratedConfidence
+from dspark_k3.draft.additions import Additions
 from dspark_k3.draft.checks import check_qwen3_draft
 
 logger = logging.getLogger("vllm.dspark_k3")
@@ -47,7 +46,7 @@ def normalise_each_layer(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
     return normalise
 
 
-class CheckedQwen3DSpark(CalibratedConfidence, Qwen3DSparkForCausalLM):
+class CheckedQwen3DSpark(Additions, Qwen3DSparkForCausalLM):
     """The in-tree drafter; raises CheckpointError for a checkpoint that cannot work."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -73,16 +72,6 @@ class CheckedQwen3DSpark(CalibratedConfidence, Qwen3DSparkForCausalLM):
                 speculative.draft_sample_method,
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if asked.calibration:
-            self.calibrate(
-                speculative.draft_model_config.model,
-                speculative.num_speculative_tokens,
-            )
-        if asked.draft_sampler == "ours":
-            from dspark_k3.draft.sequential import SequentialHead
-
-            self.sample_sequential = SequentialHead(
-                self, vllm_config.device_config.device
-            )
+        self.add(vllm_config, asked)
         if current_platform.is_cpu():
             self.model._normalize_context_k = normalise_each_layer(self.model)

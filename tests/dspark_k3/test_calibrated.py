@@ -105,12 +105,18 @@ def test_a_file_that_cannot_be_used_is_refused(
 
 
 def test_ours_goes_before_vllms() -> None:
+    """In both drafters."""
     pytest.importorskip("vllm")
     from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+    from vllm.models.kimi_k3.nvidia.dspark_mla import K3DSparkForCausalLM
 
+    from dspark_k3.draft.k3 import K3DSpark
     from dspark_k3.draft.qwen3 import CheckedQwen3DSpark
 
-    order = CheckedQwen3DSpark.__mro__
-    assert order.index(CalibratedConfidence) < order.index(Qwen3DSparkForCausalLM)
-    own = Qwen3DSparkForCausalLM.compute_confidence
-    assert CheckedQwen3DSpark.compute_confidence is not own
+    for ours, theirs in (
+        (CheckedQwen3DSpark, Qwen3DSparkForCausalLM),
+        (K3DSpark, K3DSparkForCausalLM),
+    ):
+        order = ours.__mro__
+        assert order.index(CalibratedConfidence) < order.index(theirs)
+        assert ours.compute_confidence is not theirs.compute_confidence

@@ -78,10 +78,11 @@ def test_register_twice_registers_and_announces_once(
     with caplog.at_level(logging.INFO, logger="vllm.dspark_k3"):
         plugin.register()
         plugin.register()
-    assert registry == plugin.DRAFT_OVERRIDES | plugin.TARGET_OVERRIDES
+    every = plugin.DRAFT_OVERRIDES, plugin.K3_DRAFT_OVERRIDES, plugin.TARGET_OVERRIDES
+    assert registry == {name: path for found in every for name, path in found.items()}
     assert len(caplog.records) == 1
     assert "KimiLinearForCausalLM" in caplog.text
-    assert "Qwen3DSparkModel" in caplog.text
+    assert "Qwen3DSparkModel, K3DSparkModel" in caplog.text
     assert "Triton on CPU off" in caplog.text
 
 
