@@ -47,6 +47,7 @@ class Case:
         layout: of KDA's states.
         ops: of our target, beside its defaults; all are named, so that what has no
             kernel is an error and not recorded as ours.
+        sampler: what draws the drafts.
         asked: our target is asked for at all.
         engine: further arguments of vLLM's LLM.
         options: of `jobs.job`.
@@ -61,6 +62,7 @@ class Case:
     stock: bool = False
     layout: settings.Layout = "snapshot"
     ops: Mapping[str, str] = field(default_factory=dict)
+    sampler: settings.Side = "stock"
     asked: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -101,6 +103,8 @@ def spec(case: Case) -> EngineSpec:
             if case.layout != "snapshot":
                 ours["kda_layout"] = case.layout
             ours["ops"] = settings.every_op(case.ops)
+        if case.sampler != "stock":
+            ours["draft_sampler"] = case.sampler
         engine["additional_config"] = {settings.KEY: ours}
     if case.k:
         engine["speculative_config"] = {
@@ -190,6 +194,17 @@ def first_cases() -> list[Case]:
             ),
             Case(f"fixed-eager-k{k}", k, "plain-eager", eager=True, options=spoken),
         ]
+    cases += [
+        Case(
+            f"{kind}-sampler-k{last}",
+            last,
+            "plain-graph",
+            adaptive=kind == "adaptive",
+            sampler="ours",
+            options={**spoken, **more},
+        )
+        for kind in ("fixed", "adaptive")
+    ]
     # Chunks of prompts come beside decodes in every group.
     chunked = {"max_num_batched_tokens": CHUNK}
     spoken = {"groups": groups()}

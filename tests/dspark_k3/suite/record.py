@@ -28,6 +28,9 @@ LENGTH = ("acceptance_length", "tokens per verify step")
 #: The engines whose acceptance at temperature 1 `run` takes, by name in its verdict.
 SAMPLED = {"fixed": "fixed-graph-k7", "adaptive": "adaptive-graph-k7"}
 
+#: Settings that a line's shape has where they are not the defaults.
+_MANNERS = ("kda_layout", "draft_sampler")
+
 Add = Callable[..., None]
 
 
@@ -66,11 +69,12 @@ class Folder:
 
     def shape(self, name: str) -> dict[str, Any]:
         """Drafts and manner of an engine: k, mode, adaptive, and the layout of KDA's
-        states and the ops that are stock if they are not the defaults; not all ops."""
+        states, what draws the drafts and the ops that are stock if they are not the
+        defaults; not all ops."""
         engine = self._load(f"{name}.spec.json")["engine"]
         speculative = engine.get("speculative_config", {})
         ours = engine.get("additional_config", {}).get(settings.KEY, {})
-        asked = {k: v for k, v in ours.items() if k == "kda_layout"}
+        asked = {k: v for k, v in ours.items() if k in _MANNERS}
         stock = [op for op, side in ours.get("ops", {}).items() if side == "stock"]
         if stock and set(stock) != set(settings.OPS):
             asked["stock"] = ", ".join(stock)
