@@ -13,7 +13,7 @@ A sublayer that is not ours, by the settings' ``ops``, is the module's own forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -33,7 +33,14 @@ from dspark_k3.target.experts import Experts, normed_by_us
 from dspark_k3.target.route import Route
 from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.skinny_gemm import SkinnyGemm
+from verify_kernels.skinny_gemm import SkinnyGemm, serves
+
+#: Rows up to which what reads a MoE layer's input is one launch. It leaves routing
+#: uncovered, and starts less often: a KDA layer with one row 78.4 us instead of 82.6,
+#: with two 89.6 (95.7), with four 105.0 (99.6); TP 8 102.4 (109.2), 115.9 (130.5),
+#: 145.9 (148.8), with eight 190.8 (186.8); TP 1 412 (412), 484 (495), 648 (639)
+#: (`experiments.layer_chain`, H200, 2026-12-01).
+FRONT_ROWS = 2
 
 #: What a sublayer adds to the prefix: rows, or two whose sum in bf16 that is.
 Delta: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -77,6 +84,42 @@ class Gemm:
         out = x.new_empty((x.shape[0], self._width), dtype=self._dtype)
         self._launch(x, out)
         return out
+
+
+class Front:
+    """Y_i = X W_i^T for the weights of several of vLLM's linear layers, one launch.
+
+    Args:
+        layers: as of `Gemm`, all with the same columns.
+        dtypes: of the Y_i.
+        pdl: launch as a programmatic dependent.
+
+    Raises:
+        ValueError: as `Gemm`.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], dtypes: Sequence[torch.dtype], *, pdl: bool
+    ) -> None:
+        for layer in layers:
+            check_weight(layer)
+        weights = [layer.weight.data for layer in layers]
+        self._outputs = [
+            (weight.shape[0], dtype)
+            for weight, dtype in zip(weights, dtypes, strict=True)
+        ]
+        columns = weights[0].shape[1]
+        gemm = SkinnyGemm(columns, out_dtype=tuple(dtypes), pdl=pdl)
+        self._launch = gemm.bind(weights)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """New [M, N_i] of bf16 rows [M, K]."""
+        outs = [
+            x.new_empty((x.shape[0], width), dtype=dtype)
+            for width, dtype in self._outputs
+        ]
+        self._launch(x, outs)
+        return outs
 
 
 class Mix:
@@ -251,8 +294,10 @@ class Moe:
     """Latent MoE: our projections, and around vLLM's or our routed experts our routing.
 
     Router and routing run on the main stream; the latent down-projection and then the
-    shared expert beside them on vLLM's side stream: routing leaves the memory idle. The
-    mix that follows adds the routed and the shared experts' rows.
+    shared expert beside them on vLLM's side stream: routing leaves the memory idle. Up
+    to `FRONT_ROWS` the router and both projections are one launch instead, and the rest
+    of the shared expert runs beside. The mix that follows adds the routed and the
+    shared experts' rows.
 
     Args:
         route: the routing is ours, not vLLM's.
@@ -274,6 +319,11 @@ class Moe:
                 '"ops": {"moe": "stock"}'
             )
         self._runner = runner
+        front = (module.gate, module.routed_expert_down_proj, shared.gate_up_proj)
+        dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+        self._front: Front | None = None
+        if serves(module.gate.weight.shape[1], dtypes):
+            self._front = Front(front, dtypes, pdl=pdl)
         self._router = Gemm(module.gate, torch.float32, pdl=pdl)
         self._down = Gemm(module.routed_expert_down_proj, pdl=pdl)
         self._gate_up = Gemm(shared.gate_up_proj, pdl=pdl)
@@ -295,28 +345,38 @@ class Moe:
             self._experts = Experts(runner.routed_experts, norm, pdl=pdl)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Delta:
-        self._side.begin()
-        logits = self._router(hidden)
-        with self._side:
-            latent = self._down(hidden)
-            self._side.mark()
-            shared = self._shared_down(self._activation(self._gate_up(hidden)))
-        routed = self._routed(latent, logits)
-        self._side.join()
+        if self._front is not None and hidden.shape[0] <= FRONT_ROWS:
+            logits, latent, gate_up = self._front(hidden)
+            self._side.begin()
+            with self._side:
+                shared = self._shared_down(self._activation(gate_up))
+            routed = self._routed(latent, logits)
+        else:
+            self._side.begin()
+            logits = self._router(hidden)
+            with self._side:
+                latent = self._down(hidden)
+                self._side.mark()
+                shared = self._shared_down(self._activation(self._gate_up(hidden)))
+            routed = self._routed(latent, logits, self._side.wait_for_mark)
         routed = over_ranks(routed)
         if self._norm is not None:
             routed = self._norm(routed)
-        return self._up(routed), over_ranks(shared)
+        routed = self._up(routed)
+        self._side.join()
+        return routed, over_ranks(shared)
 
-    def _routed(self, latent: Tensor, logits: Tensor) -> Tensor:
+    def _routed(
+        self, latent: Tensor, logits: Tensor, ready: Callable[[], None] = lambda: None
+    ) -> Tensor:
         """The weighted sum of this rank's shares of the chosen experts, [M, latent].
 
-        ``latent`` may still be under way: waits for it before anything reads it.
+        ``latent`` may still be under way: ``ready`` is called before anything reads it.
         """
         if self._experts is not None:
             assert self._route is not None
             weights, _ = self._route(logits)
-            self._side.wait_for_mark()
+            ready()
             return self._experts(latent, weights, self._route.plan)
         runner = self._runner
         experts = runner.routed_experts
@@ -324,7 +384,7 @@ class Moe:
         width = latent.shape[1]
         if experts.quant_method.is_monolithic:
             assert self._route is None
-            self._side.wait_for_mark()
+            ready()
             padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
             out = experts.forward_monolithic(
                 x=padded, router_logits=runner.router.prepare_monolithic_logits(logits)
@@ -339,7 +399,7 @@ class Moe:
                     router_logits=logits,
                     topk_indices_dtype=experts.quant_method.topk_indices_dtype,
                 )
-            self._side.wait_for_mark()
+            ready()
             padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
             out = experts.forward_modular(x=padded, topk_weights=weights, topk_ids=ids)
         return out[..., :width]

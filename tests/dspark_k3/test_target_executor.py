@@ -7,7 +7,6 @@ reads; what it computes is compared with the equations written out once more her
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -35,15 +34,20 @@ ALL_STOCK = dict.fromkeys(settings.OPS, "stock")
 class FakeGemm:
     """SkinnyGemm with fp32 sums by torch."""
 
-    def __init__(self, k: int, *, out_dtype: torch.dtype, pdl: bool) -> None:
-        self._k, self._dtype = k, out_dtype
+    def __init__(self, k: int, *, out_dtype: Any, pdl: bool) -> None:
+        self._k = k
+        single = isinstance(out_dtype, torch.dtype)
+        self._dtypes = [out_dtype] if single else list(out_dtype)
 
-    def bind(self, w: Tensor) -> Callable[[Tensor, Tensor], None]:
-        assert w.shape[1] == self._k
+    def bind(self, w: Any) -> Callable[[Tensor, Any], None]:
+        weights = [w] if isinstance(w, Tensor) else w
+        assert all(each.shape[1] == self._k for each in weights)
 
-        def launch(x: Tensor, out: Tensor) -> None:
-            assert out.dtype == self._dtype
-            out.copy_(product(x, w))
+        def launch(x: Tensor, out: Any) -> None:
+            outs = [out] if isinstance(out, Tensor) else out
+            assert [each.dtype for each in outs] == self._dtypes
+            for each, weight in zip(outs, weights, strict=True):
+                each.copy_(product(x, weight))
 
         return launch
 
@@ -385,68 +389,6 @@ def test_mla_wires_its_projections_as_vllm_packs_them(
     assert torch.equal(ours, wanted)
 
 
-def halves(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return torch.tanh(gate) * up
-
-
-def latent_moe() -> SimpleNamespace:
-    def select_experts(
-        hidden_states: Tensor, router_logits: Tensor, topk_indices_dtype: Any
-    ) -> tuple[Tensor, Tensor]:
-        assert router_logits.dtype == torch.float32
-        return torch.topk(router_logits.sigmoid(), 2)
-
-    def forward_modular(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        return (x.float() * (topk_weights * topk_ids).sum(-1, keepdim=True)).bfloat16()
-
-    experts = SimpleNamespace(
-        routed_experts=SimpleNamespace(
-            quant_method=SimpleNamespace(is_monolithic=False, topk_indices_dtype=None),
-            _ensure_moe_quant_config_init=lambda: None,
-            forward_modular=forward_modular,
-        ),
-        router=SimpleNamespace(select_experts=select_experts),
-        # vLLM pads a latent that its kernel cannot take as it is.
-        _maybe_pad_hidden_states=lambda _, x: (F.pad(x, (0, 4)), None, None),
-        do_naive_dispatch_combine=False,
-        _fused_output_is_reduced=False,
-        routed_scaling_factor=1.0,
-        _quant_method=None,
-    )
-    return SimpleNamespace(
-        experts=experts,
-        gate=weight(6, HIDDEN),
-        routed_expert_down_proj=weight(12, HIDDEN),
-        routed_expert_norm=lambda x: 2 * x,
-        routed_expert_up_proj=weight(HIDDEN, 12),
-        shared_experts=SimpleNamespace(
-            gate_up_proj=weight(16, HIDDEN),
-            down_proj=weight(HIDDEN, 8),
-            act_fn=halves,
-        ),
-        _down_proj_stream=None,
-    )
-
-
-def routed_and_shared(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    logits = product(hidden, module.gate.weight)
-    top, ids = torch.topk(logits.sigmoid(), 2)
-    latent = product(hidden, module.routed_expert_down_proj.weight).bfloat16()
-    routed = (latent.float() * (top * ids).sum(-1, keepdim=True)).bfloat16()
-    shared = module.shared_experts
-    gate_up = product(hidden, shared.gate_up_proj.weight).bfloat16()
-    return routed, product(halves(gate_up), shared.down_proj.weight).bfloat16()
-
-
-def test_moe_adds_routed_and_shared() -> None:
-    module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
-    routed, shared = routed_and_shared(module, hidden)
-    up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
-    ours = sublayers.Moe(module, pdl=True, route=False)(hidden, torch.arange(3))
-    assert torch.equal(sublayers.whole(ours), up + shared)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_product_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
     layer, x = weight(6, HIDDEN), torch.randn(3, HIDDEN).bfloat16()
@@ -455,118 +397,6 @@ def test_a_product_has_the_dtype_asked_for(dtype: torch.dtype) -> None:
     assert torch.equal(out, product(x, layer.weight).to(dtype))
     plain = sublayers.Gemm(layer, pdl=True)(x)
     assert torch.equal(plain, product(x, layer.weight).bfloat16())
-
-
-def test_a_rank_reduces_the_latent_before_its_norm_and_the_shared_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sublayers, "get_tensor_model_parallel_world_size", lambda: 2)
-    reduced: list[tuple[int, ...]] = []
-
-    def all_reduce(rows: Tensor) -> Tensor:
-        assert rows.is_contiguous()
-        reduced.append(tuple(rows.shape))
-        return rows + rows
-
-    monkeypatch.setattr(sublayers, "tensor_model_parallel_all_reduce", all_reduce)
-    module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
-    routed, shared = routed_and_shared(module, hidden)
-    up = product(4 * routed, module.routed_expert_up_proj.weight).bfloat16()
-    ours = sublayers.Moe(module, pdl=True, route=False)(hidden, torch.arange(3))
-    assert torch.equal(sublayers.whole(ours), up + 2 * shared)
-    assert reduced == [(3, 12), (3, HIDDEN)]
-
-
-def test_the_side_stream_is_waited_for_before_its_rows_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[str] = []
-    where = ["main"]
-    names = iter(["begun", "marked", "ended"])
-
-    class Event:
-        def __init__(self) -> None:
-            self.name = next(names)
-
-        def record(self) -> None:
-            log.append(f"{where[-1]} records {self.name}")
-
-        def wait(self) -> None:
-            log.append(f"{where[-1]} waits for {self.name}")
-
-    @contextlib.contextmanager
-    def on(stream: object) -> Iterator[None]:
-        where.append("side")
-        yield
-        where.pop()
-
-    def logged(name: str, function: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            log.append(f"{where[-1]}: {name}")
-            return function(*arguments, **keywords)
-
-        return call
-
-    monkeypatch.setattr(sublayers.torch.cuda, "Event", Event)
-    monkeypatch.setattr(sublayers.torch.cuda, "stream", on)
-    module, hidden = latent_moe(), torch.randn(3, HIDDEN).bfloat16()
-    module._down_proj_stream = object()
-    runner = module.experts
-    runner.router.select_experts = logged("routing", runner.router.select_experts)
-    runner._maybe_pad_hidden_states = logged("pad", runner._maybe_pad_hidden_states)
-    experts = runner.routed_experts
-    experts.forward_modular = logged("experts", experts.forward_modular)
-    module.routed_expert_norm = logged("norm", module.routed_expert_norm)
-    shared = module.shared_experts
-    shared.act_fn = logged("activation", shared.act_fn)
-    moe = sublayers.Moe(module, pdl=True, route=False)
-    for gemm in ("router", "down", "shared_down"):
-        setattr(moe, f"_{gemm}", logged(gemm, getattr(moe, f"_{gemm}")))
-    routed, rows = routed_and_shared(module, hidden)
-    log.clear()
-    ours = moe(hidden, torch.arange(3))
-    assert log == [
-        "main records begun",
-        "main: router",
-        "side waits for begun",
-        "side: down",
-        "side records marked",
-        "side: activation",
-        "side: shared_down",
-        "side records ended",
-        "main: routing",
-        "main waits for marked",
-        "main: pad",
-        "main: experts",
-        "main waits for ended",
-        "main: norm",
-    ]
-    up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
-    assert torch.equal(sublayers.whole(ours), up + rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("do_naive_dispatch_combine", True),
-        ("_fused_output_is_reduced", True),
-        ("routed_scaling_factor", 2.5),
-    ],
-)
-def test_experts_with_their_own_reduction_are_refused(name: str, value: Any) -> None:
-    module = latent_moe()
-    setattr(module.experts, name, value)
-    with pytest.raises(ValueError, match=r'"ops": \{"moe": "stock"\}'):
-        sublayers.Moe(module, pdl=True, route=False)
-
-
-def test_dense_is_gate_up_activation_down() -> None:
-    module = latent_moe().shared_experts
-    hidden = torch.randn(3, HIDDEN).bfloat16()
-    gate_up = product(hidden, module.gate_up_proj.weight).bfloat16()
-    wanted = product(halves(gate_up), module.down_proj.weight).bfloat16()
-    ours = sublayers.Dense(module, pdl=True)(hidden, torch.arange(3))
-    assert torch.equal(ours, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65])

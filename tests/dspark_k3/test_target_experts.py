@@ -29,11 +29,10 @@ from dspark_k3.target import experts, route, sublayers
 from tests.dspark_k3.test_target_executor import (
     HIDDEN,
     kernels,
-    latent_moe,
     product,
-    routed_and_shared,
     weight,
 )
+from tests.dspark_k3.test_target_moe import latent_moe, routed_and_shared
 from tests.dspark_k3.test_target_route import router
 
 #: Every test here runs with it.

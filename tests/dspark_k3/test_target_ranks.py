@@ -25,11 +25,10 @@ from experiments import k3_shapes
 from tests.dspark_k3.test_target_executor import (
     HIDDEN,
     FakeGemm,
-    halves,
-    latent_moe,
     product,
     weight,
 )
+from tests.dspark_k3.test_target_moe import halves, latent_moe
 from tests.dspark_k3.test_target_scope import at_degree
 
 TINY = Path(__file__).resolve().parents[2] / "experiments" / "tiny" / "k3-target"

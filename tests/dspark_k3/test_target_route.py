@@ -18,11 +18,10 @@ from dspark_k3.target import route, sublayers
 from tests.dspark_k3.test_target_executor import (
     HIDDEN,
     kernels,
-    latent_moe,
     product,
-    routed_and_shared,
     weight,
 )
+from tests.dspark_k3.test_target_moe import latent_moe, routed_and_shared
 
 #: Every test here runs with it.
 kernels = kernels
