@@ -206,16 +206,26 @@ def test_fp32_output_is_the_sum_before_its_rounding(n: int, k: int, kind: str) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "ns", [(56, 224, 768), (896, 3584, 12288), (1, 17, 33), (3, 1, 1)]
+    ("k", "ns"),
+    [
+        (7168, (56, 224, 768)),
+        (7168, (896, 3584, 768)),
+        (7168, (896, 3584, 12288)),
+        (7168, (1, 17, 33)),
+        (7168, (3, 1, 1)),
+        (512, (16, 128, 256)),
+    ],
 )
-def test_matrices_of_one_launch_get_the_bits_of_their_own(ns: tuple[int, ...]) -> None:
-    """Router, latent down and shared gate-up at TP 16 and TP 1, and tiles that hold
-    rows of all three."""
-    x, _ = inputs(1, 7168, "outliers")
-    ws = [inputs(n, 7168)[1] for n in ns]
-    alone = [run(7168, x, w, dtype) for w, dtype in zip(ws, MOE_OUTPUTS, strict=True)]
+def test_matrices_of_one_launch_get_the_bits_of_their_own(
+    k: int, ns: tuple[int, ...]
+) -> None:
+    """Router, latent down and shared gate-up at TP 16, sharded and whole, and at TP 1,
+    of tiny-k3, and tiles that hold rows of all three."""
+    x, _ = inputs(1, k, "outliers")
+    ws = [inputs(n, k)[1] for n in ns]
+    alone = [run(k, x, w, dtype) for w, dtype in zip(ws, MOE_OUTPUTS, strict=True)]
     for pdl in (True, False):
-        gemm = SkinnyGemm(7168, out_dtype=MOE_OUTPUTS, pdl=pdl)
+        gemm = SkinnyGemm(k, out_dtype=MOE_OUTPUTS, pdl=pdl)
         for m in (1, 2, 8, 9, 33, 64):
             together = launch(gemm, padded(x[:m]), ws, MOE_OUTPUTS)
             for found, wanted in zip(together, alone, strict=True):
