@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 
 from dspark_k3.target.scope import STOCK_CORE
-from dspark_k3.target.sublayers import Gemm, check_weight, over_ranks
+from dspark_k3.target.sublayers import Gemm, checked, over_ranks
 from verify_kernels.batch import MAX_ROWS
 from verify_kernels.kda import BoundSnapshots, KdaVerifyWeights, bind_snapshots
 from verify_kernels.kda.host import DIM, TAPS
@@ -139,10 +139,9 @@ def weights_of(module: nn.Module) -> KdaVerifyWeights:
             f"{module.prefix}: our KDA kernel does not compute this layer, which has "
             f"{', '.join(found)}; {STOCK_CORE}"
         )
-    check_weight(module.f_b_proj)
     heads = module.local_num_heads
     return KdaVerifyWeights(
-        w_fb=module.f_b_proj.weight.data,
+        w_fb=checked(module.f_b_proj),
         conv=module.conv1d.weight.data.squeeze(1).float(),
         a_log=module.A_log.data,
         dt_bias=module.dt_bias.data.view(heads, DIM),

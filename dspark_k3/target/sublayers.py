@@ -13,7 +13,7 @@ A sublayer that is not ours, by the settings' ``ops``, is the module's own forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -33,14 +33,7 @@ from dspark_k3.target.experts import Experts, normed_by_us
 from dspark_k3.target.route import Route
 from verify_kernels.attn_res import attn_res
 from verify_kernels.batch import MAX_ROWS
-from verify_kernels.skinny_gemm import SkinnyGemm, serves
-
-#: Rows up to which what reads a MoE layer's input is one launch. It leaves routing
-#: uncovered, and starts less often: a KDA layer with one row 78.4 us instead of 82.6,
-#: with two 89.6 (95.7), with four 105.0 (99.6); TP 8 102.4 (109.2), 115.9 (130.5),
-#: 145.9 (148.8), with eight 190.8 (186.8); TP 1 412 (412), 484 (495), 648 (639)
-#: (`experiments.layer_chain`, H200, 2026-12-01).
-FRONT_ROWS = 2
+from verify_kernels.layer import LatentMoe, MoeWeights, Product, Side
 
 #: What a sublayer adds to the prefix: rows, or two whose sum in bf16 that is.
 Delta: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -57,13 +50,8 @@ class Sublayer(Protocol):
     def __call__(self, hidden: Tensor, positions: Tensor) -> Delta: ...
 
 
-class Gemm:
-    """Y = X W^T for the weight of one of vLLM's linear layers.
-
-    Args:
-        layer: an unquantised linear layer with a weight [N, K].
-        dtype: Y's, bf16 or fp32.
-        pdl: launch as a programmatic dependent.
+class Gemm(Product):
+    """`Product` with the weight of one of vLLM's linear layers.
 
     Raises:
         ValueError: the layer has a bias or no bf16 [N, K] weight, or no kernel is
@@ -73,53 +61,7 @@ class Gemm:
     def __init__(
         self, layer: nn.Module, dtype: torch.dtype = torch.bfloat16, *, pdl: bool
     ) -> None:
-        check_weight(layer)
-        weight = layer.weight.data
-        self._width, columns = weight.shape
-        self._dtype = dtype
-        self._launch = SkinnyGemm(columns, out_dtype=dtype, pdl=pdl).bind(weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """A new [M, N] of bf16 rows [M, K]."""
-        out = x.new_empty((x.shape[0], self._width), dtype=self._dtype)
-        self._launch(x, out)
-        return out
-
-
-class Front:
-    """Y_i = X W_i^T for the weights of several of vLLM's linear layers, one launch.
-
-    Args:
-        layers: as of `Gemm`, all with the same columns.
-        dtypes: of the Y_i.
-        pdl: launch as a programmatic dependent.
-
-    Raises:
-        ValueError: as `Gemm`.
-    """
-
-    def __init__(
-        self, layers: Sequence[nn.Module], dtypes: Sequence[torch.dtype], *, pdl: bool
-    ) -> None:
-        for layer in layers:
-            check_weight(layer)
-        weights = [layer.weight.data for layer in layers]
-        self._outputs = [
-            (weight.shape[0], dtype)
-            for weight, dtype in zip(weights, dtypes, strict=True)
-        ]
-        columns = weights[0].shape[1]
-        gemm = SkinnyGemm(columns, out_dtype=tuple(dtypes), pdl=pdl)
-        self._launch = gemm.bind(weights)
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        """New [M, N_i] of bf16 rows [M, K]."""
-        outs = [
-            x.new_empty((x.shape[0], width), dtype=dtype)
-            for width, dtype in self._outputs
-        ]
-        self._launch(x, outs)
-        return outs
+        super().__init__(checked(layer), dtype, pdl=pdl)
 
 
 class Mix:
@@ -291,13 +233,9 @@ class Dense:
 
 
 class Moe:
-    """Latent MoE: our projections, and around vLLM's or our routed experts our routing.
-
-    Router and routing run on the main stream; the latent down-projection and then the
-    shared expert beside them on vLLM's side stream: routing leaves the memory idle. Up
-    to `FRONT_ROWS` the router and both projections are one launch instead, and the rest
-    of the shared expert runs beside. The mix that follows adds the routed and the
-    shared experts' rows.
+    """Latent MoE: our projections in the order of `LatentMoe`, and around vLLM's or our
+    routed experts our routing. The mix that follows adds the routed and the shared
+    experts' rows.
 
     Args:
         route: the routing is ours, not vLLM's.
@@ -319,19 +257,7 @@ class Moe:
                 '"ops": {"moe": "stock"}'
             )
         self._runner = runner
-        front = (module.gate, module.routed_expert_down_proj, shared.gate_up_proj)
-        dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
-        self._front: Front | None = None
-        if serves(module.gate.weight.shape[1], dtypes):
-            self._front = Front(front, dtypes, pdl=pdl)
-        self._router = Gemm(module.gate, torch.float32, pdl=pdl)
-        self._down = Gemm(module.routed_expert_down_proj, pdl=pdl)
-        self._gate_up = Gemm(shared.gate_up_proj, pdl=pdl)
-        self._activation = shared.act_fn
-        self._shared_down = Gemm(shared.down_proj, pdl=pdl)
         self._norm = module.routed_expert_norm
-        self._up = Gemm(module.routed_expert_up_proj, pdl=pdl)
-        self._side = Side(module._down_proj_stream)
         self._route: Route | None = None
         if route:
             index_dtype = runner.routed_experts.quant_method.topk_indices_dtype
@@ -343,36 +269,41 @@ class Moe:
             if get_tensor_model_parallel_world_size() == 1 and normed_by_us(self._norm):
                 norm, self._norm = self._norm, None
             self._experts = Experts(runner.routed_experts, norm, pdl=pdl)
+        self._layer = LatentMoe(
+            MoeWeights(
+                router=checked(module.gate),
+                down=checked(module.routed_expert_down_proj),
+                gate_up=checked(shared.gate_up_proj),
+                shared_down=checked(shared.down_proj),
+                up=checked(module.routed_expert_up_proj),
+            ),
+            activation=shared.act_fn,
+            routed=self._routed,
+            # As in vLLM's `maybe_execute_in_parallel`.
+            side=Side(
+                module._down_proj_stream,
+                lambda: not BreakableCUDAGraphCapture.is_active(),
+            ),
+            pdl=pdl,
+        )
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Delta:
-        if self._front is not None and hidden.shape[0] <= FRONT_ROWS:
-            logits, latent, gate_up = self._front(hidden)
-            self._side.begin()
-            with self._side:
-                shared = self._shared_down(self._activation(gate_up))
-            routed = self._routed(latent, logits)
-        else:
-            self._side.begin()
-            logits = self._router(hidden)
-            with self._side:
-                latent = self._down(hidden)
-                self._side.mark()
-                shared = self._shared_down(self._activation(self._gate_up(hidden)))
-            routed = self._routed(latent, logits, self._side.wait_for_mark)
-        routed = over_ranks(routed)
-        if self._norm is not None:
-            routed = self._norm(routed)
-        routed = self._up(routed)
-        self._side.join()
+        routed, shared = self._layer(hidden)
         return routed, over_ranks(shared)
 
     def _routed(
-        self, latent: Tensor, logits: Tensor, ready: Callable[[], None] = lambda: None
+        self, latent: Tensor, logits: Tensor, ready: Callable[[], None]
     ) -> Tensor:
-        """The weighted sum of this rank's shares of the chosen experts, [M, latent].
+        """The weighted sum of the chosen experts, [M, latent], over all ranks and
+        normed. ``latent`` may still be under way: ``ready`` is called before anything
+        reads it."""
+        routed = over_ranks(self._share(latent, logits, ready))
+        return routed if self._norm is None else self._norm(routed)
 
-        ``latent`` may still be under way: ``ready`` is called before anything reads it.
-        """
+    def _share(
+        self, latent: Tensor, logits: Tensor, ready: Callable[[], None]
+    ) -> Tensor:
+        """This rank's part of the sum."""
         if self._experts is not None:
             assert self._route is not None
             weights, _ = self._route(logits)
@@ -403,59 +334,6 @@ class Moe:
             padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
             out = experts.forward_modular(x=padded, topk_weights=weights, topk_ids=ids)
         return out[..., :width]
-
-
-class Side:
-    """Work beside the main stream.
-
-    `begin` says from where on it may run, ``with`` encloses it, `mark` names a point in
-    it, and the main stream waits for that point (`wait_for_mark`) or for the end
-    (`join`). All stays on the main stream where there is no other, or a breakable
-    graph is captured (as in vLLM's `maybe_execute_in_parallel`).
-
-    What is allocated inside may be freed once the main stream has joined: the next work
-    beside it waits for the main stream.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._begun, self._marked, self._ended = (torch.cuda.Event() for _ in range(3))
-        self._inside: Any = None
-        self._apart = False
-
-    def begin(self) -> None:
-        """What the main stream has been given so far comes before the work."""
-        self._apart = (
-            self._stream is not None and not BreakableCUDAGraphCapture.is_active()
-        )
-        if self._apart:
-            self._begun.record()
-
-    def __enter__(self) -> None:
-        if self._apart:
-            self._inside = torch.cuda.stream(self._stream)
-            self._inside.__enter__()
-            self._begun.wait()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._apart:
-            self._ended.record()
-            self._inside.__exit__(*error)
-
-    def mark(self) -> None:
-        """The point that `wait_for_mark` waits for; call it inside."""
-        if self._apart:
-            self._marked.record()
-
-    def wait_for_mark(self) -> None:
-        """Have the main stream wait until the marked point is reached."""
-        if self._apart:
-            self._marked.wait()
-
-    def join(self) -> None:
-        """Have the main stream wait until all of it is done."""
-        if self._apart:
-            self._ended.wait()
 
 
 class Head(UnquantizedEmbeddingMethod):
@@ -496,9 +374,12 @@ def over_ranks(rows: Tensor) -> Tensor:
     return tensor_model_parallel_all_reduce(rows.contiguous())
 
 
-def check_weight(layer: nn.Module) -> None:
-    """Raise ValueError unless a linear layer of vLLM's is one that our kernels run: a
-    plain contiguous bf16 [N, K] weight and no bias."""
+def checked(layer: nn.Module) -> Tensor:
+    """The weight of a linear layer of vLLM's that our kernels run, bf16 [N, K].
+
+    Raises:
+        ValueError: it has no plain contiguous weight of that kind, or a bias.
+    """
     weight = getattr(layer, "weight", None)
     name = getattr(layer, "prefix", type(layer).__name__)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -517,3 +398,4 @@ def check_weight(layer: nn.Module) -> None:
             f"{name} has a bias, which the executor does not add; set its sublayer to "
             "stock in ops"
         )
+    return weight.data

@@ -22,6 +22,7 @@ from verify_kernels.kda import KdaVerifyWeights
 from verify_kernels.kda.host import DIM, TAPS
 from verify_kernels.kda.reference import KdaRows, KdaWeights
 from verify_kernels.kda.snapshot import KdaSnapshots, verify
+from verify_kernels.layer import products
 
 HIDDEN = 64
 
@@ -200,7 +201,7 @@ def stand_in(patch: Callable[[Any, str, Any], None]) -> dict[str, Any]:
     from dspark_k3.target import kda, sublayers
 
     context = SimpleNamespace(attn_metadata={})
-    patch(sublayers, "SkinnyGemm", RowGemm)
+    patch(products, "SkinnyGemm", RowGemm)
     patch(sublayers, "get_tensor_model_parallel_world_size", lambda: 1)
     patch(kda, "bind_snapshots", ReferenceLaunch)
     patch(kda, "get_forward_context", lambda: context)

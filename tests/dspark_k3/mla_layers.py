@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.dspark_k3.kda_layers import RowGemm, linear
 from verify_kernels import VerifyBatch
+from verify_kernels.layer import products
 from verify_kernels.mla.reference import MlaRows, MlaWeights
 
 HIDDEN, NAME = 64, "mla"
@@ -225,7 +226,7 @@ def stand_in(patch: Callable[[Any, str, Any], None]) -> tuple[Launches, dict[str
 
     launches = Launches()
     context = SimpleNamespace(attn_metadata={})
-    patch(sublayers, "SkinnyGemm", RowGemm)
+    patch(products, "SkinnyGemm", RowGemm)
     patch(sublayers, "get_tensor_model_parallel_world_size", lambda: 1)
     patch(mla, "get_forward_context", lambda: context)
     for name in ("front", "absorb", "attend", "value"):

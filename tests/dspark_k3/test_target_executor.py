@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dspark_k3 import settings
 from verify_kernels.attn_res import reference
+from verify_kernels.layer import products
 
 pytest.importorskip("vllm.models.kimi_k3")
 
@@ -73,7 +74,7 @@ def mix_by_reference(
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sublayers, "attn_res", mix_by_reference)
-    monkeypatch.setattr(sublayers, "SkinnyGemm", FakeGemm)
+    monkeypatch.setattr(products, "SkinnyGemm", FakeGemm)
     monkeypatch.setattr(sublayers, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(sublayers.torch.cuda, "Event", lambda: None)
     torch.manual_seed(0)

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verify_kernels.layer import FRONT_ROWS
+from verify_kernels.layer import moe as moe_layer
+
 pytest.importorskip("vllm.models.kimi_k3")
 
 from dspark_k3.target import sublayers
@@ -90,7 +93,7 @@ def test_few_rows_take_one_launch_where_there_is_a_kernel(
 ) -> None:
     """And give what the launches apart give."""
     module = latent_moe()
-    hidden = torch.randn(sublayers.FRONT_ROWS, HIDDEN).bfloat16()
+    hidden = torch.randn(FRONT_ROWS, HIDDEN).bfloat16()
     apart = sublayers.Moe(module, pdl=True, route=False)(hidden, torch.arange(2))
     asked: list[Any] = []
 
@@ -98,14 +101,15 @@ def test_few_rows_take_one_launch_where_there_is_a_kernel(
         asked.append((k, dtypes))
         return True
 
-    monkeypatch.setattr(sublayers, "serves", serves)
+    monkeypatch.setattr(moe_layer, "serves", serves)
     moe = sublayers.Moe(module, pdl=True, route=False)
     assert asked == [(HIDDEN, (torch.float32, torch.bfloat16, torch.bfloat16))]
 
     def gone(x: Tensor) -> Tensor:
         raise AssertionError("a launch of its own")
 
-    moe._router = moe._down = moe._gate_up = gone  # type: ignore[assignment]
+    inner = moe._layer
+    inner._router = inner._down = inner._gate_up = gone  # type: ignore[assignment]
     for found, wanted in zip(moe(hidden, torch.arange(2)), apart, strict=True):
         assert torch.equal(found, wanted)
 
@@ -163,8 +167,8 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
 
     monkeypatch.setattr(sublayers.torch.cuda, "Event", Event)
     monkeypatch.setattr(sublayers.torch.cuda, "stream", on)
-    monkeypatch.setattr(sublayers, "serves", lambda k, dtypes: True)
-    rows = sublayers.FRONT_ROWS + (not few)
+    monkeypatch.setattr(moe_layer, "serves", lambda k, dtypes: True)
+    rows = FRONT_ROWS + (not few)
     module, hidden = latent_moe(), torch.randn(rows, HIDDEN).bfloat16()
     module._down_proj_stream = object()
     runner = module.experts
@@ -177,7 +181,8 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
     shared.act_fn = logged("activation", shared.act_fn)
     moe = sublayers.Moe(module, pdl=True, route=False)
     for gemm in ("router", "down", "shared_down", "up"):
-        setattr(moe, f"_{gemm}", logged(gemm, getattr(moe, f"_{gemm}")))
+        own = logged(gemm, getattr(moe._layer, f"_{gemm}"))
+        setattr(moe._layer, f"_{gemm}", own)
     routed, shared_rows = routed_and_shared(module, hidden)
     log.clear()
     ours = moe(hidden, torch.arange(3))

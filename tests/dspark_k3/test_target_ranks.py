@@ -30,6 +30,7 @@ from tests.dspark_k3.test_target_executor import (
 )
 from tests.dspark_k3.test_target_moe import halves, latent_moe
 from tests.dspark_k3.test_target_scope import at_degree
+from verify_kernels.layer import products
 
 TINY = Path(__file__).resolve().parents[2] / "experiments" / "tiny" / "k3-target"
 ROWS = 5
@@ -76,7 +77,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     made = Ranks(2)
-    monkeypatch.setattr(sublayers, "SkinnyGemm", FakeGemm)
+    monkeypatch.setattr(products, "SkinnyGemm", FakeGemm)
     monkeypatch.setattr(sublayers, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(sublayers, "tensor_model_parallel_all_reduce", made.all_reduce)
     monkeypatch.setattr(sublayers.torch.cuda, "Event", lambda: None)
