@@ -28,7 +28,7 @@ from torch import Tensor
 
 from experiments import results
 from experiments.bench import kda_ways, timing
-from experiments.bench.candidate import OURS, Timing
+from experiments.bench.candidate import OURS, Key, Timing
 from experiments.bench.experts_data import (
     INDEPENDENT,
     ExpertsShape,
