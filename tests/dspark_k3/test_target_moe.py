@@ -206,13 +206,12 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
         "main: routing",
         "main waits for marked",
     ]
-    # The up-projection needs no row of the shared experts.
     after = [
         "main: pad",
         "main: experts",
         "main: norm",
-        "main: up",
         "main waits for ended",
+        "main: up",
     ]
     assert log == [*(front if few else apart), *after]
     up = product(2 * routed, module.routed_expert_up_proj.weight).bfloat16()
