@@ -241,13 +241,19 @@ class SequentialTemperatureScaling:
         return cls(tuple(float(value) for value in values))
 
 
-def read_calibration(directory: str | Path) -> SequentialTemperatureScaling | None:
-    """The temperatures beside a drafter's config.json, or None if there are none.
+def read_calibration(where: str | Path) -> SequentialTemperatureScaling | None:
+    """The temperatures of a file, or beside a drafter's config.json; None if there are
+    none.
+
+    Args:
+        where: the file, or the drafter's directory.
 
     Raises:
         ValueError: the file is there and cannot be used.
     """
-    path = Path(directory) / FILE_NAME
+    path = Path(where)
+    if path.is_dir():
+        path /= FILE_NAME
     if not path.is_file():
         return None
     try:

@@ -356,9 +356,25 @@ def advise(
         str, typer.Option(help="How unequal rounds are: math, code or chat.")
     ] = "code",
     gpu: Gpu = None,
+    confidence: Annotated[
+        Path | None,
+        typer.Option(help="Recorded rounds (calibrate --record), not --acceptance."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="With --confidence: calibration.json or its directory."),
+    ] = None,
 ) -> None:
     """Say which draft length pays, fixed or by confidence, and why."""
     with _user_errors():
+        if confidence is not None:
+            _advise_on_rounds(confidence, calibration, profile, batch, gpu)
+            return
+        if calibration is not None:
+            raise ValueError(
+                "--calibration is for the confidences of recorded rounds: give them "
+                "with --confidence FILE"
+            )
         from experiments import report
         from experiments.acceptance_spec import parse_acceptance
         from experiments.advice import advise as advise_on
@@ -382,10 +398,40 @@ def advise(
                 console.print(report.advice_words(row), markup=False, highlight=False)
 
 
+def _advise_on_rounds(
+    path: Path, calibration: Path | None, profile: str, batch: str, gpu: str | None
+) -> None:
+    from experiments import report
+    from experiments import rounds as recorded
+    from experiments.replay import replay
+    from experiments.step_time import load_profile
+
+    rounds = recorded.read(path)
+    temperatures = None
+    if calibration is not None:
+        from drafters.calibration import read_calibration
+
+        found = read_calibration(calibration)
+        if found is None:
+            raise ValueError(
+                f"--calibration {calibration}: there is none; `dspark-k3 calibrate` "
+                "writes one"
+            )
+        temperatures = found.temperatures
+    machine = load_profile(profile, gpu)
+    rows = [
+        replay(rounds, machine, size, temperatures) for size in _batches(batch, machine)
+    ]
+    console = _console()
+    console.print(report.replay_table(path.name, len(rounds.accepted), machine, rows))
+    for row in rows:
+        console.print(report.replay_words(row), markup=False, highlight=False)
+
+
 @app.command()
 def calibrate(
-    target: Annotated[Path, typer.Option(help="Target model directory.")],
     draft: Annotated[Path, typer.Option(help="DSpark drafter directory.")],
+    target: Annotated[Path | None, typer.Option(help="Target model directory.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help='JSON lines, {"prompt": text}; default held-out text.'),
@@ -396,14 +442,27 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="Default: calibration.json in the drafter's.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the rounds here, JSON lines.")
+    ] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="Fit to these rounds, run no model.")
+    ] = None,
 ) -> None:
     """Fit the drafter's confidence to what the target accepts, and say what it does.
 
-    Runs both models without an engine, on the CPU, in fp32.
+    Runs both models without an engine, on the CPU, in fp32, or reads rounds that were
+    recorded.
     """
     with _user_errors():
+        if (target is None) == (recorded is None) or (recorded and record):
+            raise ValueError(
+                "give --target DIR to run the models, with --record FILE to keep the "
+                "rounds, or --recorded FILE to fit to rounds that there are"
+            )
         for path, option in ((target, "--target"), (draft, "--draft")):
-            _check_model(path, option)
+            if path is not None:
+                _check_model(path, option)
         if count < 2 or max_tokens < 2:
             raise ValueError(
                 f"--count {count} and --max-tokens {max_tokens}: both must be 2 or more"
@@ -412,26 +471,44 @@ def calibrate(
 
         where = out or draft / FILE_NAME
         # Before minutes are spent on what could not be written.
-        if not where.parent.is_dir():
-            raise ValueError(
-                f"--out {where}: there is no directory {where.parent}; make it first"
-            )
+        for path, option in ((where, "--out"), (record, "--record")):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(
+                    f"{option} {path}: there is no directory {path.parent}; make it "
+                    "first"
+                )
         from experiments import calibrate as fitting
         from experiments import report
+        from experiments import rounds as files
         from experiments.results import Recorder
 
-        chosen = _prompts(prompts, target, count)
-        model, drafter = fitting.load_pair(target, draft)
         console = _console()
-        with _progress(console, len(chosen)) as update:
-            rounds = fitting.record(
-                model,
-                drafter,
-                chosen,
-                temperature=temperature,
-                max_new_tokens=max_tokens,
-                progress=lambda done: update(f"prompt {done} of {len(chosen)}", 1),
-            )
+        given: dict[str, Any]
+        if target is None:
+            assert recorded is not None
+            rounds = fitting.by_prompt(files.read(recorded))
+            given = {"rounds_of": str(recorded)}
+        else:
+            chosen = _prompts(prompts, target, count)
+            model, drafter = fitting.load_pair(target, draft)
+            with _progress(console, len(chosen)) as update:
+                rounds = fitting.record(
+                    model,
+                    drafter,
+                    chosen,
+                    temperature=temperature,
+                    max_new_tokens=max_tokens,
+                    progress=lambda done: update(f"prompt {done} of {len(chosen)}", 1),
+                )
+            given = {
+                "target": target.name,
+                "prompts": str(prompts or "held-out text"),
+                "temperature": temperature,
+                "max_new_tokens": max_tokens,
+            }
+        if record is not None:
+            files.write(record, fitting.recorded(rounds))
+            console.print(f"{record} written", markup=False, highlight=False)
         found = fitting.calibrate(rounds)
         console.print(report.calibration_table(found))
         before, after = found.errors
@@ -443,12 +520,6 @@ def calibrate(
                 "(--count, --prompts) or longer answers (--max-tokens)"
             )
         console.print(f"mean error {before:.1%} before, {after:.1%} after")
-        given = {
-            "target": target.name,
-            "prompts": str(prompts or "held-out text"),
-            "temperature": temperature,
-            "max_new_tokens": max_tokens,
-        }
         made = fitting.document(found, Recorder().provenance | given)
         where.write_text(json.dumps(made, indent=1) + "\n")
         console.print(f"{where} written", markup=False, highlight=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from drafters.calibration import (
 )
 from drafters.loop import traces
 from drafters.target import Target
+from experiments.rounds import RecordedRounds
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,26 @@ def joined(rounds: Sequence[Rounds]) -> Rounds:
         torch.cat([each.logits for each in rounds]),
         torch.cat([each.accepted for each in rounds]),
     )
+
+
+def recorded(rounds: Sequence[Rounds]) -> RecordedRounds:
+    """The rounds of prompts 0, 1, ... as a file has them."""
+    whole = joined(rounds)
+    prompts = [n for n, each in enumerate(rounds) for _ in range(len(each.accepted))]
+    return RecordedRounds(
+        np.array(prompts, dtype=np.int64), whole.logits.numpy(), whole.accepted.numpy()
+    )
+
+
+def by_prompt(given: RecordedRounds) -> list[Rounds]:
+    """A file's rounds, those of each prompt together, prompts by their number."""
+    return [
+        Rounds(
+            torch.from_numpy(given.logits[given.prompt == prompt]),
+            torch.from_numpy(given.accepted[given.prompt == prompt]),
+        )
+        for prompt in np.unique(given.prompt)
+    ]
 
 
 def calibrate(rounds: Sequence[Rounds]) -> Calibration:

@@ -11,6 +11,7 @@ from rich.table import Table
 from experiments import speedup
 from experiments.acceptance import AcceptanceCurve
 from experiments.advice import Advice
+from experiments.replay import Replayed
 from experiments.step_time import StepTimeProfile
 from experiments.sweep import Measurement, combined_label
 
@@ -137,6 +138,55 @@ def advice_words(row: Advice) -> str:
     else:
         tail = f"confidence scheduling brings nothing more ({gain:+.0%})"
     return f"batch {row.batch}: {head} ({row.reason}); {tail}."
+
+
+def replay_table(
+    name: str, rounds: int, profile: StepTimeProfile, found: Sequence[Replayed]
+) -> Table:
+    """Fixed against adaptive verification of recorded rounds, by batch size."""
+    table = Table(
+        title=f"{rounds} rounds of {name} on {profile.name} \\[{profile.label}]",
+        caption=(
+            "Speed-ups over no speculation. Accepted tokens are the recorded rounds' "
+            f"own, times the profile's \\[{profile.label}]. By confidence: the whole "
+            "block is drafted and as much verified as pays, by the head's confidence "
+            f"as it is or calibrated. {profile.note}."
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    headings = ["batch", "best k", "tok/s/user", "vs none", "by confidence", "drafts"]
+    calibrated = found[0].calibrated is not None
+    for heading in headings + ["calibrated", "drafts"] * calibrated:
+        table.add_column(heading, justify="right")
+    for row in found:
+        plans = [row.recorded, *([row.calibrated] if row.calibrated else [])]
+        table.add_row(
+            str(row.batch),
+            str(row.best.k),
+            f"{row.best.tokens_per_second:.0f}",
+            f"{row.best.speedup:.2f}x",
+            *(
+                cell
+                for plan in plans
+                for cell in (f"{plan.speedup:.2f}x", f"{plan.mean_drafts:.1f}")
+            ),
+        )
+    return table
+
+
+def replay_words(row: Replayed) -> str:
+    """One sentence for a batch size: what adaptive verification would gain."""
+    plan, how = row.recorded, "by the confidence as it is"
+    if row.calibrated is not None:
+        plan, how = row.calibrated, "by the calibrated confidence"
+    best = max(row.best.speedup, 1.0)
+    rival = f"k = {row.best.k}" if row.best.k else "no drafts"
+    return (
+        f"Batch {row.batch}: adaptive verification {how} commits "
+        f"{plan.acceptance_length:.2f} tokens a step, {plan.speedup / best - 1:+.1%} "
+        f"in speed against {rival}."
+    )
 
 
 def calibration_table(found: Calibration) -> Table:

@@ -127,6 +127,34 @@ def single_request_length(
     return lengths
 
 
+def verify_table(profile: StepTimeProfile, batch: int, drafts: int) -> np.ndarray:
+    """[batch * drafts + 1] ms to verify ``batch`` rows and up to so many more."""
+    return np.array(
+        [profile.verify_ms(batch + extra, batch) for extra in range(batch * drafts + 1)]
+    )
+
+
+def stale_budgets(
+    survival: np.ndarray, batch: int, draft_ms: float, verify_ms: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts that each step verifies, chosen on the step before's confidences.
+
+    Args:
+        survival: [steps, slots], of all requests of a step.
+        batch: requests.
+        draft_ms: cost of drafting.
+        verify_ms: as of `verify_table`.
+
+    Returns:
+        budgets int64 [steps], the first step's by the last's, and expected tokens
+        [steps, slots + 1] of every budget.
+    """
+    ranked = -np.sort(-survival, axis=1)
+    gains = batch + np.cumsum(np.pad(ranked, ((0, 0), (1, 0))), axis=1)
+    wanted = np.argmax(gains / (draft_ms + verify_ms), axis=1)
+    return np.roll(wanted, 1), gains
+
+
 @dataclass(frozen=True)
 class Scheduled:
     """Confidence-scheduled verification, averaged over sampled rounds.
@@ -177,10 +205,7 @@ def scheduled(
     rng = np.random.default_rng(seed)
     count = steps or (20_000 if batch == 1 else max(200, 6_000 // batch))
     draft_ms = profile.draft_ms(drafts, batch)
-    slots = batch * drafts
-    verify_ms = np.array(
-        [profile.verify_ms(batch + extra, batch) for extra in range(slots + 1)]
-    )
+    verify_ms = verify_table(profile, batch, drafts)
     alpha = mixture.sample(count * batch, rng)[:, :drafts]
     survival = survival_of(alpha)
     if batch == 1:
@@ -192,10 +217,8 @@ def scheduled(
         budgets = lengths
         tokens = float(gained.sum())
     else:
-        ranked = -np.sort(-survival.reshape(count, slots), axis=1)
-        gains = batch + np.cumsum(np.pad(ranked, ((0, 0), (1, 0))), axis=1)
-        wanted = np.argmax(gains / (draft_ms + verify_ms), axis=1)
-        budgets = np.roll(wanted, 1)
+        flat = survival.reshape(count, batch * drafts)
+        budgets, gains = stale_budgets(flat, batch, draft_ms, verify_ms)
         tokens = float(gains[np.arange(count), budgets].sum())
     time_ms = float(count * draft_ms + verify_ms[budgets].sum())
     per_user = tokens / batch / time_ms

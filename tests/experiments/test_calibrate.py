@@ -181,6 +181,36 @@ def test_the_command_writes_beside_the_drafter(
     assert options["temperature"] == 1.0 and options["max_new_tokens"] == 96
 
 
+def test_recorded_rounds_are_fitted_to_as_the_loops_are(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kept by one run, they give another the same temperatures without a model."""
+    stand_in(monkeypatch, SHARP)
+    path = tmp_path / "rounds.jsonl"
+    options = [*pair, "--count", "4", "--record", str(path)]
+    assert CliRunner().invoke(app, ["calibrate", *options]).exit_code == 0
+    first = read_calibration(pair[3])
+    (Path(pair[3]) / FILE_NAME).unlink()
+    options = ["--draft", pair[3], "--recorded", str(path)]
+    found = CliRunner().invoke(app, ["calibrate", *options])
+    assert found.exit_code == 0, found.output
+    assert read_calibration(pair[3]) == first and first is not None
+    written = json.loads((Path(pair[3]) / FILE_NAME).read_text())
+    assert written["rounds"] == {"fitted": 1800, "judged": 1800}
+    assert written["provenance"]["rounds_of"] == str(path)
+
+
+def test_models_and_recorded_rounds_are_one_or_the_other(pair: list[str]) -> None:
+    for options in (
+        pair[2:],
+        [*pair, "--recorded", "r.jsonl"],
+        [*pair[2:], "--recorded", "r.jsonl", "--record", "s.jsonl"],
+    ):
+        found = CliRunner().invoke(app, ["calibrate", *options])
+        assert found.exit_code == 2
+        assert "give --target DIR to run the models" in " ".join(found.output.split())
+
+
 def test_a_calibration_that_is_no_better_is_not_written(
     pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +229,7 @@ def test_a_calibration_that_is_no_better_is_not_written(
         (["--count", "1"], "both must be 2 or more"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl is no file"),
         (["--out", "nowhere/c.json"], "there is no directory nowhere; make it first"),
+        (["--record", "nowhere/r.jsonl"], "--record nowhere/r.jsonl: there is no"),
     ],
 )
 def test_bad_options_are_one_line(pair: list[str], more: list[str], words: str) -> None:
