@@ -42,7 +42,11 @@ _FOUND = ("named", "left")
 Layout = Literal["snapshot", "fold"]
 #: How a request's recurrent states are kept (`dspark_k3.target.slots`).
 LAYOUTS = ("snapshot", "fold")
-_CHOICES = {"kda_layout": LAYOUTS, "draft_sampler": SIDES}
+_CHOICES = {
+    "kda_layout": LAYOUTS,
+    "draft_sampler": SIDES,
+    "draft_attention": SIDES,
+}
 
 
 def _defaults() -> Mapping[str, Side]:
@@ -64,6 +68,9 @@ class Settings:
             loop, or "ours", one kernel a draft (`dspark_k3.draft.sequential`), on a GPU
             and where it has what the step needs; the log says what it lacks. Drafters
             of other families have vLLM's loop whatever stands here.
+        draft_attention: what attends in a K3 DSpark drafter's layers: "stock", vLLM's
+            kernel, or "ours" (`dspark_k3.draft.attention`), on a GPU and for steps of
+            up to 64 rows. Other drafters have vLLM's whatever stands here.
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
@@ -85,6 +92,7 @@ class Settings:
     check_draft: bool = True
     calibration: bool = True
     draft_sampler: Side = "stock"
+    draft_attention: Side = "stock"
     target: bool = False
     ops: Mapping[str, Side] = field(default_factory=_defaults)
     kda_layout: Layout = "snapshot"

@@ -69,7 +69,7 @@ class MlaVerify:
         Raises:
             ValueError: the kernels cannot run in that cache.
         """
-        if found := _misfits(self._module.kv_cache):
+        if found := misfits(self._module.kv_cache):
             raise ValueError(
                 f"{self._module.layer_name}: our MLA kernels do not serve vLLM's cache "
                 f"here, which has {', '.join(found)}; {STOCK_MLA}"
@@ -182,7 +182,7 @@ def differences(module: Any) -> list[str]:
     return found
 
 
-def _misfits(cache: Tensor) -> list[str]:
+def misfits(cache: Tensor) -> list[str]:
     """What keeps the kernels from a cache of vLLM's; empty if nothing."""
     if cache.dim() != 3 or cache.shape[2] != LINE:
         return [f"shape {tuple(cache.shape)}, not (pages, tokens, {LINE})"]

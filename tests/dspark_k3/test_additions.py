@@ -89,19 +89,30 @@ def test_k3s_drafter_takes_them(
     pytest.importorskip("vllm")
     from vllm.models.kimi_k3.nvidia.dspark_mla import K3DSparkForCausalLM
 
+    from dspark_k3.draft import attention
     from dspark_k3.draft.k3 import K3DSpark
+    from tests.dspark_k3.test_block_attention import layer, stock
+
+    layers = [SimpleNamespace(self_attn=layer()) for _ in range(2)]
 
     def build(self: Any, *, vllm_config: Any, prefix: str) -> None:
         nn.Module.__init__(self)
         self.model = Backbone()
+        self.model.layers = layers
         self.built = prefix
 
     monkeypatch.setattr(K3DSparkForCausalLM, "__init__", build)
+    monkeypatch.setattr(attention, "_shared", lambda heads, device: (None, None))
+    K3DSpark(vllm_config=config(tmp_path, {}))
+    assert all(each.self_attn.impl.forward_mqa is stock for each in layers)
     write(tmp_path, [2.0, 0.5, 4.0])
-    given = config(tmp_path, {"draft_sampler": "ours"})
+    given = config(tmp_path, {"draft_sampler": "ours", "draft_attention": "ours"})
     drafter = K3DSpark(vllm_config=given, prefix="draft")
     assert drafter.built == "draft"
     assert "draft_temperatures" in dict(drafter.named_buffers())
     assert isinstance(drafter.sample_sequential, sequential.SequentialHead)
     # What a step asks the model is what vLLM's class has.
     assert drafter.draft_id_to_target_id is None
+    for each in layers:
+        found = each.self_attn.impl.forward_mqa
+        assert isinstance(found, attention.BlockAttention) and found._stock is stock

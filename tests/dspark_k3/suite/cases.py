@@ -47,7 +47,7 @@ class Case:
         layout: of KDA's states.
         ops: of our target, beside its defaults; all are named, so that what has no
             kernel is an error and not recorded as ours.
-        sampler: what draws the drafts.
+        drafter: what draws the drafts, and what attends in the drafter's layers.
         asked: our target is asked for at all.
         engine: further arguments of vLLM's LLM.
         options: of `jobs.job`.
@@ -62,7 +62,7 @@ class Case:
     stock: bool = False
     layout: settings.Layout = "snapshot"
     ops: Mapping[str, str] = field(default_factory=dict)
-    sampler: settings.Side = "stock"
+    drafter: settings.Side = "stock"
     asked: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +103,8 @@ def spec(case: Case) -> EngineSpec:
             if case.layout != "snapshot":
                 ours["kda_layout"] = case.layout
             ours["ops"] = settings.every_op(case.ops)
-        if case.sampler != "stock":
-            ours["draft_sampler"] = case.sampler
+        if case.drafter != "stock":
+            ours |= {"draft_sampler": case.drafter, "draft_attention": case.drafter}
         engine["additional_config"] = {settings.KEY: ours}
     if case.k:
         engine["speculative_config"] = {
@@ -196,11 +196,11 @@ def first_cases() -> list[Case]:
         ]
     cases += [
         Case(
-            f"{kind}-sampler-k{last}",
+            f"{kind}-drafter-k{last}",
             last,
             "plain-graph",
             adaptive=kind == "adaptive",
-            sampler="ours",
+            drafter="ours",
             options={**spoken, **more},
         )
         for kind in ("fixed", "adaptive")

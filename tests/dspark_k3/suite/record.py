@@ -29,7 +29,7 @@ LENGTH = ("acceptance_length", "tokens per verify step")
 SAMPLED = {"fixed": "fixed-graph-k7", "adaptive": "adaptive-graph-k7"}
 
 #: Settings that a line's shape has where they are not the defaults.
-_MANNERS = ("kda_layout", "draft_sampler")
+_MANNERS = ("kda_layout", "draft_sampler", "draft_attention")
 
 Add = Callable[..., None]
 
@@ -69,8 +69,8 @@ class Folder:
 
     def shape(self, name: str) -> dict[str, Any]:
         """Drafts and manner of an engine: k, mode, adaptive, and the layout of KDA's
-        states, what draws the drafts and the ops that are stock if they are not the
-        defaults; not all ops."""
+        states, what the drafter has of ours and the ops that are stock if they are not
+        the defaults; not all ops."""
         engine = self._load(f"{name}.spec.json")["engine"]
         speculative = engine.get("speculative_config", {})
         ours = engine.get("additional_config", {}).get(settings.KEY, {})

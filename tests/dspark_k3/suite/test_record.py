@@ -320,9 +320,9 @@ def test_a_line_names_the_layout_and_ops_that_are_not_the_defaults(
     made.add(given, answer(7))
     shape = record.Folder(tmp_path).shape("fixed-graph-k7")
     assert shape["stock"] == "moe_experts"
-    made.add(Case("fixed-sampler-k7", 7, sampler="ours"), answer(7))
-    shape = record.Folder(tmp_path).shape("fixed-sampler-k7")
-    assert shape["draft_sampler"] == "ours"
+    made.add(Case("fixed-drafter-k7", 7, drafter="ours"), answer(7))
+    shape = record.Folder(tmp_path).shape("fixed-drafter-k7")
+    assert shape["draft_sampler"] == shape["draft_attention"] == "ours"
     made.add(given.as_stock(), answer(7))
     assert "stock" not in record.Folder(tmp_path).shape("fixed-graph-k7-stock")
 

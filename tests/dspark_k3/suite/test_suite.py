@@ -426,9 +426,10 @@ def test_specs_say_what_the_cases_say() -> None:
     asked = settings.read(cases.spec(folded.as_stock()).engine["additional_config"])
     assert asked.kda_layout == "snapshot"
     drawn = settings.read(
-        cases.spec(by_name["adaptive-sampler-k7"]).engine["additional_config"]
+        cases.spec(by_name["adaptive-drafter-k7"]).engine["additional_config"]
     )
-    assert drawn.draft_sampler == "ours" and drawn.named == set(settings.OPS)
+    assert drawn.draft_sampler == drawn.draft_attention == "ours"
+    assert drawn.named == set(settings.OPS)
     given = replace(by_name["fixed-graph-k5"], ops={"moe_experts": "stock"})
     asked = settings.read(cases.spec(given).engine["additional_config"])
     assert [op for op in settings.OPS if not asked.ours(op)] == ["moe_experts"]
