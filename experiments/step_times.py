@@ -10,6 +10,8 @@
   layers of K3, labelled "modelled";
 * ``k3-tp16.jsonl``: every figure as a result line, layer times too.
 
+A third target, ``drafter``, is ours with our kernels in the drafter too.
+
 Figures are GPU times of steps that were enqueued ahead of the GPU, so no host is in
 them; the wall time of the engine is recorded beside them (``wall_ms``), not used.
 

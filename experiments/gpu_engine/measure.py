@@ -29,7 +29,8 @@ from experiments.gpu_engine.fleet import EngineSpec
 
 JOB = "experiments.gpu_engine.measure:job"
 WORKER = "experiments.gpu_engine.recorder.StepRecorder"
-TARGETS = ("stock", "ours")
+#: vLLM's; our target with vLLM's drafting; our target, and our kernels in its drafter.
+TARGETS = ("stock", "ours", "drafter")
 
 #: The GPU spins this long before a step, in microseconds; doubled while the host cannot
 #: enqueue a step in that time, up to the limit.
@@ -133,8 +134,10 @@ def spec(plan: Plan, models: Path) -> EngineSpec:
         "worker_extension_cls": WORKER,
         "seed": 0,
     }
-    if plan.target == "ours":
+    if plan.target != "stock":
         ours = {"target": True, "ops": settings.every_op(plan.ops)}
+        if plan.target == "drafter":
+            ours |= {"draft_sampler": "ours", "draft_attention": "ours"}
         engine["additional_config"] = {settings.KEY: ours}
     if drafted:
         drafter = k3_shapes.write(

@@ -222,6 +222,10 @@ def test_the_engine_of_a_plan(tmp_path: Path) -> None:
     ours = spec.engine["additional_config"]["dspark_k3"]
     assert ours == {"target": True, "ops": every}
     json.dumps(spec.engine)
+    drafter = measure.spec(replace(PLAN, target="drafter"), tmp_path)
+    sides = {"draft_sampler": "ours", "draft_attention": "ours"}
+    assert drafter.engine["additional_config"]["dspark_k3"] == ours | sides
+    assert drafter.name != spec.name
     stock = measure.spec(replace(PLAN, target="stock", k=0), tmp_path)
     assert "additional_config" not in stock.engine
     assert "speculative_config" not in stock.engine
