@@ -221,6 +221,8 @@ def test_on_a_gpu_beside_vllms_kernel(lengths: list[int]) -> None:
         SCALE,
         PAGE,
     )
-    error, other = ((x.float() - exact).abs().max() for x in (found, theirs))
+    # Of a request without keys vLLM's rows are NaN.
+    live = 7 * sum(n > 0 for n in lengths)
+    error, other = ((x - exact)[:live].abs().max() for x in (found, theirs))
     assert error <= 2 * other
-    assert not found[7 * sum(n > 0 for n in lengths) :].any()
+    assert not found[live:].any()

@@ -102,10 +102,12 @@ class KdaFoldState:
 
         def records() -> Tensor:
             shape = (slots, heads, MAX_WIDTH, DIM)
-            return torch.full(shape, torch.nan, device=device)
+            return torch.full(shape, torch.nan, dtype=torch.float32, device=device)
 
         return cls(
-            state=torch.zeros(slots, heads, DIM, DIM, device=device),
+            state=torch.zeros(
+                slots, heads, DIM, DIM, dtype=torch.float32, device=device
+            ),
             window=torch.zeros(
                 slots, WINDOW, 3 * heads * DIM, dtype=torch.bfloat16, device=device
             ),

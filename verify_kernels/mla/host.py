@@ -70,10 +70,11 @@ class MlaSpace:
             ValueError: not 1 to 96 heads.
         """
         shape = (MAX_ROWS * heads, 1 << split_bits(heads))
-        return cls(
-            torch.full((*shape, LATENT), torch.nan, device=device),
-            torch.full((*shape, 2), torch.nan, device=device),
+        sums, scales = (
+            torch.full((*shape, width), torch.nan, dtype=torch.float32, device=device)
+            for width in (LATENT, 2)
         )
+        return cls(sums, scales)
 
     def arguments(self, heads: int) -> list[Argument]:
         """As `check_all` takes them."""

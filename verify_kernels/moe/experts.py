@@ -187,7 +187,9 @@ class ExpertWorkspace:
         pairs = MAX_ROWS * top_k
         return cls(
             torch.empty(pairs, inner, dtype=torch.bfloat16, device=device),
-            torch.empty(parts_of(inner), pairs, latent, device=device),
+            torch.empty(
+                parts_of(inner), pairs, latent, dtype=torch.float32, device=device
+            ),
         )
 
     def arguments(self, bank: ExpertBank, top_k: int) -> list[Argument]:
