@@ -279,6 +279,7 @@ class Moe:
             ),
             activation=shared.act_fn,
             routed=self._routed,
+            summed=self._summed,
             # As in vLLM's `maybe_execute_in_parallel`.
             side=Side(
                 module._down_proj_stream,
@@ -294,16 +295,10 @@ class Moe:
     def _routed(
         self, latent: Tensor, logits: Tensor, ready: Callable[[], None]
     ) -> Tensor:
-        """The weighted sum of the chosen experts, [M, latent], over all ranks and
-        normed. ``latent`` may still be under way: ``ready`` is called before anything
-        reads it."""
-        routed = over_ranks(self._share(latent, logits, ready))
-        return routed if self._norm is None else self._norm(routed)
+        """The weighted sum of this rank's shares of the chosen experts, [M, latent].
 
-    def _share(
-        self, latent: Tensor, logits: Tensor, ready: Callable[[], None]
-    ) -> Tensor:
-        """This rank's part of the sum."""
+        ``latent`` may still be under way: ``ready`` is called before anything reads it.
+        """
         if self._experts is not None:
             assert self._route is not None
             weights, _ = self._route(logits)
@@ -334,6 +329,11 @@ class Moe:
             padded, _, _ = runner._maybe_pad_hidden_states(None, latent)
             out = experts.forward_modular(x=padded, topk_weights=weights, topk_ids=ids)
         return out[..., :width]
+
+    def _summed(self, routed: Tensor) -> Tensor:
+        """Over all ranks, and normed."""
+        routed = over_ranks(routed)
+        return routed if self._norm is None else self._norm(routed)
 
 
 class Head(UnquantizedEmbeddingMethod):

@@ -209,8 +209,8 @@ def test_the_side_stream_is_waited_for_before_its_rows_are_read(
     after = [
         "main: pad",
         "main: experts",
-        "main: norm",
         "main waits for ended",
+        "main: norm",
         "main: up",
     ]
     assert log == [*(front if few else apart), *after]
