@@ -407,7 +407,7 @@ def _advise_on_rounds(
     from experiments.step_time import load_profile
 
     rounds = recorded.read(path)
-    temperatures = None
+    calibrated = None
     if calibration is not None:
         from drafters.calibration import read_calibration
 
@@ -417,10 +417,10 @@ def _advise_on_rounds(
                 f"--calibration {calibration}: there is none; `dspark-k3 calibrate` "
                 "writes one"
             )
-        temperatures = found.temperatures
+        calibrated = rounds.survival(found.temperatures, found.shifts)
     machine = load_profile(profile, gpu)
     rows = [
-        replay(rounds, machine, size, temperatures) for size in _batches(batch, machine)
+        replay(rounds, machine, size, calibrated) for size in _batches(batch, machine)
     ]
     console = _console()
     console.print(report.replay_table(path.name, len(rounds.accepted), machine, rows))
@@ -448,6 +448,9 @@ def calibrate(
     recorded: Annotated[
         Path | None, typer.Option(help="Fit to these rounds, run no model.")
     ] = None,
+    shifts: Annotated[
+        bool, typer.Option(help="Beside a temperature a shift for each position.")
+    ] = True,
 ) -> None:
     """Fit the drafter's confidence to what the target accepts, and say what it does.
 
@@ -509,7 +512,7 @@ def calibrate(
         if record is not None:
             files.write(record, fitting.recorded(rounds))
             console.print(f"{record} written", markup=False, highlight=False)
-        found = fitting.calibrate(rounds)
+        found = fitting.calibrate(rounds, shifted=shifts)
         console.print(report.calibration_table(found))
         before, after = found.errors
         if after >= before:

@@ -2,8 +2,8 @@
 """Calibration of a drafter's confidence head, and how much it is worth.
 
 Rounds of speculation at full length, engine-free (`drafters.loop`): the head's logits
-and how many drafts the target accepted. Sequential temperature scaling is fitted to
-the rounds of every other prompt and judged on the rest, which it has not seen. What is
+and how many drafts the target accepted. A scaling of the logits is fitted to the
+rounds of every other prompt and judged on the rest, which it has not seen. What is
 judged is survival, the product of the confidences up to a position, against the event
 that at least so many drafts were accepted: it is what a scheduler multiplies.
 """
@@ -146,8 +146,12 @@ def by_prompt(given: RecordedRounds) -> list[Rounds]:
     ]
 
 
-def calibrate(rounds: Sequence[Rounds]) -> Calibration:
+def calibrate(rounds: Sequence[Rounds], *, shifted: bool = True) -> Calibration:
     """Fit on every other prompt's rounds, from the first on; judge on the rest's.
+
+    Args:
+        rounds: of each prompt.
+        shifted: fit a shift beside each temperature.
 
     Raises:
         ValueError: fewer than two prompts, or no rounds on a side.
@@ -160,7 +164,11 @@ def calibrate(rounds: Sequence[Rounds]) -> Calibration:
             "judge; both are needed: give more prompts, or longer answers"
         )
     given, unseen = joined(fit), joined(judge)
-    scaling = SequentialTemperatureScaling.fit(given.logits, given.accepted)
+    kind = SequentialTemperatureScaling
+    if shifted:
+        scaling = kind.fit_shifted(given.logits, given.accepted)
+    else:
+        scaling = kind.fit(given.logits, given.accepted)
     before, after = (
         survival_from_confidence(confidence)
         for confidence in (torch.sigmoid(unseen.logits), scaling.apply(unseen.logits))

@@ -10,7 +10,6 @@ at random.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +44,7 @@ def replay(
     rounds: RecordedRounds,
     profile: StepTimeProfile,
     batch: int,
-    temperatures: Sequence[float] | None = None,
+    calibrated: Array | None = None,
 ) -> Replayed:
     """The best fixed draft length and adaptive verification of the whole block.
 
@@ -53,19 +52,18 @@ def replay(
         rounds: of blocks verified whole.
         profile: step times.
         batch: requests.
-        temperatures: of a calibration.
+        calibrated: [N, k], survival by a calibration, if there is one.
 
     Raises:
-        ValueError: fewer temperatures than drafts, or a batch or block that the profile
-            has no times for.
+        ValueError: a batch or block that the profile has no times for.
     """
     return Replayed(
         batch,
         fixed(rounds.accepted, rounds.logits.shape[1], profile, batch),
         adaptive(rounds.survival(), rounds.accepted, profile, batch),
         None
-        if temperatures is None
-        else adaptive(rounds.survival(temperatures), rounds.accepted, profile, batch),
+        if calibrated is None
+        else adaptive(calibrated, rounds.accepted, profile, batch),
     )
 
 

@@ -195,7 +195,7 @@ def calibration_table(found: Calibration) -> Table:
         title=f"Confidence on {found.judged} rounds it was not fitted on \\[measured]",
         caption=(
             "Survival: at least so many drafts were accepted. Before and after "
-            f"sequential temperature scaling, fitted on {found.fitted} other rounds. "
+            f"scaling the head's logits, fitted on {found.fitted} other rounds. "
             "Error: expected calibration error, 20 bins. AUC: how well the rounds that "
             "survive are told from the others, 0.5 is chance."
         ),
@@ -205,6 +205,7 @@ def calibration_table(found: Calibration) -> Table:
     for name in (
         "position",
         "temperature",
+        "shift",
         "observed",
         "predicted",
         "after",
@@ -214,12 +215,15 @@ def calibration_table(found: Calibration) -> Table:
         "after",
     ):
         table.add_column(name, justify="right")
-    for each, temperature in zip(
-        found.positions, found.scaling.temperatures, strict=True
+    scaling = found.scaling
+    shifts = scaling.shifts or (0.0,) * len(scaling.temperatures)
+    for each, temperature, shift in zip(
+        found.positions, scaling.temperatures, shifts, strict=True
     ):
         table.add_row(
             str(each.position),
             f"{temperature:.2f}",
+            f"{shift:+.2f}",
             f"{each.observed:.1%}",
             *(f"{value:.1%}" for value in (*each.predicted, *each.error)),
             *(f"{value:.3f}" for value in each.auc),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,28 @@ class RecordedRounds:
     logits: Array
     accepted: NDArray[np.int64]
 
-    def survival(self, temperatures: Iterable[float] | None = None) -> Array:
+    def survival(
+        self, temperatures: Sequence[float] = (), shifts: Sequence[float] = ()
+    ) -> Array:
         """[N, k], the product of the confidences up to each draft.
 
         Args:
-            temperatures: of a calibration, one a draft at least; None for none.
+            temperatures: of a calibration, one a draft at least; none for none.
+            shifts: as many, or none.
 
         Raises:
             ValueError: fewer temperatures than drafts.
         """
-        scaled = self.logits
-        if temperatures is not None:
-            divisor = np.array(list(temperatures), dtype=np.float64)
-            if len(divisor) < scaled.shape[1]:
+        scaled, drafts = self.logits, self.logits.shape[1]
+        if temperatures:
+            if len(temperatures) < drafts:
                 raise ValueError(
-                    f"the calibration has {len(divisor)} temperatures and the rounds "
-                    f"{scaled.shape[1]} drafts: fit it to these rounds"
+                    f"the calibration has {len(temperatures)} temperatures and the "
+                    f"rounds {drafts} drafts: fit it to these rounds"
                 )
-            scaled = scaled / divisor[: scaled.shape[1]]
+            scaled = scaled / np.array(temperatures[:drafts], dtype=np.float64)
+        if shifts:
+            scaled = scaled + np.array(shifts[:drafts], dtype=np.float64)
         # exp of a negative number only: no overflow.
         grown = np.exp(-np.abs(scaled))
         confidence = np.where(scaled >= 0, 1.0, grown) / (1.0 + grown)

@@ -3,7 +3,8 @@
 
 vLLM's adaptive verification multiplies the confidences of `compute_confidence` as they
 come. `dspark-k3 calibrate` writes temperatures, one a draft position, next to the
-drafter's config.json; with them confidence_i is sigmoid(logit_i / T_i).
+drafter's config.json, and perhaps shifts; with them confidence_i is
+sigmoid(logit_i / T_i + s_i).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from drafters.calibration import FILE_NAME, read_calibration
 logger = logging.getLogger("vllm.dspark_k3")
 
 #: fp32 [drafts], where there is a calibration.
-_BUFFER = "draft_temperatures"
+_BUFFER, _SHIFTS = "draft_temperatures", "draft_shifts"
 
 
 class CalibratedConfidence(nn.Module):
@@ -49,11 +50,18 @@ class CalibratedConfidence(nn.Module):
                 f"num_speculative_tokens={draft_length}: fit it at the longer draft "
                 "(`dspark-k3 calibrate`), or take it away"
             )
-        # Not a parameter: checkpoints have none.
-        values = torch.tensor(found[:draft_length], dtype=torch.float32)
-        self.register_buffer(_BUFFER, values, persistent=False)
-        said = ", ".join(f"{value:.2f}" for value in found[:draft_length])
-        logger.info("dspark-k3: confidence by %s: temperatures %s", path, said)
+        # Not parameters: checkpoints have none.
+        shifts = scaling.shifts or (0.0,) * draft_length
+        for name, values in ((_BUFFER, found), (_SHIFTS, shifts)):
+            tensor = torch.tensor(values[:draft_length], dtype=torch.float32)
+            self.register_buffer(name, tensor, persistent=False)
+        said = ", ".join(
+            f"{value:.2f} {shift:+.2f}"
+            for value, shift in zip(found[:draft_length], shifts, strict=False)
+        )
+        logger.info(
+            "dspark-k3: confidence by %s: temperatures and shifts %s", path, said
+        )
 
     def compute_confidence(self, head_hidden: Tensor, markov_embed: Tensor) -> Tensor:
         """Probability that each draft is accepted, [requests x drafts], a request's
@@ -66,4 +74,4 @@ class CalibratedConfidence(nn.Module):
             return confidence
         logits: Tensor = self.model.confidence_head(head_hidden, markov_embed)
         scaled = logits.view(-1, len(temperatures)) / temperatures
-        return torch.sigmoid(scaled).view_as(logits)
+        return torch.sigmoid(scaled + self._buffers[_SHIFTS]).view_as(logits)

@@ -155,9 +155,58 @@ def test_order_is_kept_and_one_is_the_identity() -> None:
 
 
 def test_json_round_trip() -> None:
-    fitted = SequentialTemperatureScaling((1.25, 0.5))
+    fitted = SequentialTemperatureScaling((1.25, 0.5), (0.0, -0.75))
     text = json.dumps(fitted.to_dict())
     assert SequentialTemperatureScaling.from_dict(json.loads(text)) == fitted
+
+
+def test_a_shift_mends_what_a_temperature_cannot() -> None:
+    """A head that is too low everywhere: planted slopes and shifts are found, and the
+    error on other rounds is a third of what temperatures alone leave."""
+    shifts, temperatures = (0.8, 1.2, 0.9), [1.3, 0.7, 1.0]
+
+    def rounds(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, accepted = _rounds(seed, 30_000, temperatures)
+        moved = torch.tensor(shifts) * torch.tensor(temperatures)
+        return logits - moved, accepted
+
+    fitted = SequentialTemperatureScaling.fit_shifted(*rounds(0))
+    assert fitted.temperatures == pytest.approx(temperatures, rel=0.1)
+    assert fitted.shifts == pytest.approx(shifts, abs=0.12)
+    logits, accepted = rounds(1)
+    plain = SequentialTemperatureScaling.fit(*rounds(0))
+    for i in range(3):
+        errors = [
+            expected_calibration_error(
+                survival_from_confidence(scaling.apply(logits))[:, i], accepted > i
+            )
+            for scaling in (fitted, plain)
+        ]
+        assert errors[0] < errors[1] / 3
+
+
+def test_a_shifted_fit_stays_finite_and_keeps_the_order() -> None:
+    """Where a position always ended alike, where the head says nothing, and where it
+    says the opposite: a slope is never negative, and the rate is right."""
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(4000, 4, generator=g, dtype=torch.float64)
+    scores[:, 1] = 0.5
+    good = torch.rand(4000, generator=g) < torch.sigmoid(-3 * scores[:, 2])
+    accepted = torch.where(good, 3, 2)
+    logits = torch.cat((scores, scores[:, :1]), 1)[:, :4]
+    fitted = SequentialTemperatureScaling.fit_shifted(logits, accepted)
+    assert all(0 < t < math.inf for t in fitted.temperatures)
+    chance = fitted.apply(logits)
+    assert (chance[:, :2] > 0.99).all()
+    assert chance[:, 2].mean() == pytest.approx(float(good.double().mean()), abs=0.02)
+    assert (chance[good, 3] < 0.01).all()
+
+
+def test_a_position_that_no_round_reached_is_named() -> None:
+    with pytest.raises(ValueError, match="no round reached draft position 2"):
+        SequentialTemperatureScaling.fit_shifted(
+            torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
+        )
 
 
 FIT = SequentialTemperatureScaling.fit
@@ -180,6 +229,18 @@ BAD: list[tuple[Any, str]] = [
     ),
     (lambda: READ({"kind": "platt"}), "kind is 'platt'"),
     (lambda: READ({"kind": KIND, "temperatures": ["1"]}), "list of numbers"),
+    (
+        lambda: READ({"kind": KIND, "temperatures": [1.0], "shifts": "0"}),
+        "shifts is '0'; it must be a list of numbers",
+    ),
+    (
+        lambda: SequentialTemperatureScaling((1.0, 1.0), (0.5,)),
+        "1 shifts for 2 temperatures",
+    ),
+    (
+        lambda: SequentialTemperatureScaling((1.0,), (math.inf,)),
+        r"shifts\[0\] is inf",
+    ),
     (
         lambda: expected_calibration_error(torch.zeros(2), torch.zeros(3)),
         "the same N",

@@ -55,8 +55,15 @@ def rows() -> tuple[Tensor, Tensor]:
     )
 
 
-def write(directory: Path, temperatures: list[float]) -> str:
-    kind = {"kind": "sequential_temperature_scaling", "temperatures": temperatures}
+def write(
+    directory: Path, temperatures: list[float], shifts: list[float] | None = None
+) -> str:
+    kind: dict[str, object] = {
+        "kind": "sequential_temperature_scaling",
+        "temperatures": temperatures,
+    }
+    if shifts is not None:
+        kind["shifts"] = shifts
     (directory / FILE_NAME).write_text(json.dumps(kind))
     return str(directory)
 
@@ -74,6 +81,19 @@ def test_each_draft_has_its_temperature(tmp_path: Path) -> None:
     # vLLM's loader goes by parameters, and a checkpoint has no temperatures.
     assert "draft_temperatures" not in drafter.state_dict()
     assert dict(drafter.named_parameters()).keys() == {"model.confidence_head.row"}
+
+
+def test_each_draft_has_its_shift(tmp_path: Path) -> None:
+    drafter, given = Drafter(), rows()
+    shifts = [0.5, -1.0, 2.0, 9.0]
+    drafter.calibrate(write(tmp_path, [2.0, 0.5, 4.0, 9.0], shifts), DRAFTS)
+    found = drafter.compute_confidence(*given)
+    logits = drafter.model.confidence_head(*given)
+    for i in range(REQUESTS * DRAFTS):
+        at = i % DRAFTS
+        wanted = torch.sigmoid(logits[i] / (2.0, 0.5, 4.0)[at] + shifts[at])
+        torch.testing.assert_close(found[i], wanted)
+    assert not drafter.state_dict().keys() & {"draft_temperatures", "draft_shifts"}
 
 
 def test_without_a_file_it_is_vllms(tmp_path: Path) -> None:

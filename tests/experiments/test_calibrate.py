@@ -200,6 +200,18 @@ def test_recorded_rounds_are_fitted_to_as_the_loops_are(
     assert written["provenance"]["rounds_of"] == str(path)
 
 
+def test_shifts_are_fitted_unless_they_are_turned_off(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, SHARP)
+    for more, count in (([], 3), (["--no-shifts"], 0)):
+        found = CliRunner().invoke(app, ["calibrate", *pair, "--count", "4", *more])
+        assert found.exit_code == 0, found.output
+        scaling = read_calibration(pair[3])
+        assert scaling is not None and len(scaling.shifts) == count
+        assert len(scaling.temperatures) == 3
+
+
 def test_models_and_recorded_rounds_are_one_or_the_other(pair: list[str]) -> None:
     for options in (
         pair[2:],

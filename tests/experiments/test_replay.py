@@ -71,23 +71,25 @@ def test_a_doubtful_head_is_cured_by_its_calibration() -> None:
     )
     logits = np.log(alpha / (1 - alpha)).clip(-30, 30)
     given = rounds.RecordedRounds(np.zeros(len(accepted), int), logits / 5, accepted)
-    found = replay(given, FLOOR, 4, [0.2] * DRAFTS)
+    found = replay(given, FLOOR, 4, given.survival([0.2] * DRAFTS))
     assert found.calibrated is not None
     assert found.calibrated.speedup > found.recorded.speedup * 1.02
     assert found.calibrated.speedup > found.best.speedup
     truth = adaptive(survival, accepted, FLOOR, 4)
     assert found.calibrated.speedup == pytest.approx(truth.speedup, rel=1e-3)
     with pytest.raises(ValueError, match="has 2 temperatures and the rounds 5 drafts"):
-        replay(given, FLOOR, 1, [1.0, 1.0])
+        given.survival([1.0, 1.0])
 
 
 def test_survival_is_that_of_the_calibration() -> None:
     """Large logits overflow nothing."""
     logits = np.array([[0.3, -2.0, 800.0], [-900.0, 1.0, 0.0]])
     given = rounds.RecordedRounds(np.zeros(2, int), logits, np.array([1, 0]))
-    scaling = SequentialTemperatureScaling((0.5, 2.0, 1.0, 4.0))
-    wanted = survival_from_confidence(scaling.apply(torch.from_numpy(logits)))
-    assert_allclose(given.survival(scaling.temperatures), wanted, rtol=1e-12)
+    for shifts in ((), (0.3, -1.0, 0.0, 2.0)):
+        scaling = SequentialTemperatureScaling((0.5, 2.0, 1.0, 4.0), shifts)
+        wanted = survival_from_confidence(scaling.apply(torch.from_numpy(logits)))
+        found = given.survival(scaling.temperatures, scaling.shifts)
+        assert_allclose(found, wanted, rtol=1e-12)
     plain = survival_from_confidence(torch.sigmoid(torch.from_numpy(logits)))
     assert_allclose(given.survival(), plain, rtol=1e-12)
 
