@@ -22,6 +22,7 @@ from typing import Any
 from drafters.config import load_config
 from experiments.forking import Forker
 
+_RECORDER = "dspark_k3.draft.recorder.RoundsRecorder"
 PROGRESS = "dspark-k3 progress: "
 """Prefix of the child's progress lines."""
 
@@ -63,6 +64,7 @@ class EngineRun:
     verified at least one draft, ``draft_tokens`` the drafts verified in them,
     ``accepted_tokens`` those accepted, ``accepted_per_position[j]`` the steps whose
     draft j (0-based) was accepted. ``seconds`` is generation only, without start-up.
+    ``rounds`` are those of `dspark_k3.draft.recorder`, if they were asked for.
     """
 
     draft_length: int
@@ -75,6 +77,7 @@ class EngineRun:
     seconds: float
     vllm_version: str
     device: str
+    rounds: list[Any] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -102,12 +105,14 @@ def run_engine(
     speculative: dict[str, Any] | None = None,
     additional_config: dict[str, Any] | None = None,
     max_model_len: int = 1024,
+    record_rounds: bool = False,
 ) -> list[EngineRun]:
     """Run ``jobs`` on one vLLM engine and return one result a job, in order.
 
     ``draft_length`` 0 means no speculation (``draft`` is then ignored). At most
     ``batch_size`` requests run at a time. ``speculative`` adds to or overrides vLLM's
-    speculative_config; ``additional_config`` is vLLM's; ``progress`` gets short lines.
+    speculative_config; ``additional_config`` is vLLM's; ``progress`` gets short lines;
+    ``record_rounds`` keeps what the confidence head said of every round.
 
     Raises ValueError for arguments that cannot work, and RuntimeError with the
     child's last error line when the engine fails.
@@ -125,6 +130,7 @@ def run_engine(
                     "max_model_len": max_model_len,
                     "speculative": speculative or {},
                     "additional_config": additional_config or {},
+                    "record_rounds": record_rounds,
                     "jobs": [asdict(job) for job in jobs],
                 }
             )
@@ -260,7 +266,10 @@ def _serve_jobs(request: dict[str, Any]) -> list[dict[str, Any]]:
         enable_prefix_caching=False,
         disable_log_stats=False,
         seed=0,
+        worker_extension_cls=_RECORDER if request["record_rounds"] else "",
     )
+    if request["record_rounds"]:
+        llm.collective_rpc("record_rounds")
     results = []
     for number, job in enumerate(request["jobs"], start=1):
         _say(f"job {number} of {len(request['jobs'])}: {len(job['prompts'])} prompts")
@@ -282,6 +291,9 @@ def _serve_jobs(request: dict[str, Any]) -> list[dict[str, Any]]:
         )
         seconds = time.perf_counter() - started
         after = spec_counters(llm.get_metrics())
+        rounds = []
+        if request["record_rounds"]:
+            (rounds,) = llm.collective_rpc("recorded_rounds")
         results.append(
             asdict(
                 EngineRun(
@@ -291,6 +303,7 @@ def _serve_jobs(request: dict[str, Any]) -> list[dict[str, Any]]:
                     seconds=seconds,
                     vllm_version=vllm.__version__,
                     device=str(llm.llm_engine.vllm_config.device_config.device_type),
+                    rounds=rounds,
                     **_difference(after, before),
                 )
             )

@@ -4,14 +4,15 @@
 A JSON line a round, ``{"prompt": 3, "logits": [1.7, 0.2], "accepted": 1}``: the number
 of the prompt it belongs to, the head's logits before any calibration, one a draft, and
 how many drafts the target accepted of a block that was verified whole. `dspark-k3
-calibrate --record` writes them; another engine may.
+calibrate --record` writes them; `of_engine` makes them of what
+`dspark_k3.draft.recorder` recorded in vLLM.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,29 @@ class RecordedRounds:
         grown = np.exp(-np.abs(scaled))
         confidence = np.where(scaled >= 0, 1.0, grown) / (1.0 + grown)
         return np.asarray(np.cumprod(confidence, axis=1))
+
+
+def of_engine(found: Iterable[tuple[str, Sequence[float], int]]) -> RecordedRounds:
+    """The rounds of an engine, requests numbered as they first come up.
+
+    Args:
+        found: (request, logits, accepted), as ``recorded_rounds`` returns them.
+
+    Raises:
+        ValueError: there are none.
+    """
+    names, logits, accepted = list(zip(*found, strict=True)) or ((), (), ())
+    if not names:
+        raise ValueError(
+            "no round was recorded: call record_rounds before generating, and generate "
+            "more tokens than one block of drafts"
+        )
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return RecordedRounds(
+        np.array([numbers[name] for name in names], dtype=np.int64),
+        np.array(logits, dtype=np.float64),
+        np.array(accepted, dtype=np.int64),
+    )
 
 
 def write(path: Path, rounds: RecordedRounds) -> None:
