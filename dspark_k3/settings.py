@@ -40,12 +40,16 @@ SIDES = ("ours", "stock")
 #: Attributes of `Settings` that nobody sets.
 _FOUND = ("named", "left")
 Layout = Literal["snapshot", "fold"]
+Context = Literal["replicated", "sharded"]
 #: How a request's recurrent states are kept (`dspark_k3.target.slots`).
 LAYOUTS = ("snapshot", "fold")
+#: How ranks hold the projection of a K3 drafter's context.
+CONTEXTS = ("replicated", "sharded")
 _CHOICES = {
     "kda_layout": LAYOUTS,
     "draft_sampler": SIDES,
     "draft_attention": SIDES,
+    "draft_context": CONTEXTS,
 }
 
 
@@ -71,6 +75,9 @@ class Settings:
         draft_attention: what attends in a K3 DSpark drafter's layers: "stock", vLLM's
             kernel, or "ours" (`dspark_k3.draft.attention`), on a GPU and for steps of
             up to 64 rows. Other drafters have vLLM's whatever stands here.
+        draft_context: how tensor-parallel ranks hold what projects the target's rows
+            for a K3 DSpark drafter: "replicated", as vLLM's do, or "sharded", each its
+            outputs, which are gathered (`dspark_k3.draft.k3`).
         target: run a Kimi K3 target's decode steps through our executor. Unsupported
             deployments are refused at start (`dspark_k3.target.scope`).
         ops: with ``target``, which sublayers are ours and which vLLM's, to find out
@@ -93,6 +100,7 @@ class Settings:
     calibration: bool = True
     draft_sampler: Side = "stock"
     draft_attention: Side = "stock"
+    draft_context: Context = "replicated"
     target: bool = False
     ops: Mapping[str, Side] = field(default_factory=_defaults)
     kda_layout: Layout = "snapshot"

@@ -118,7 +118,7 @@ def test_a_layout_is_read() -> None:
         (
             {"named": ["moe"]},
             "unknown key 'named'; known keys: check_draft, calibration, draft_sampler, "
-            "draft_attention, target, ops",
+            "draft_attention, draft_context, target, ops",
         ),
         ({"left": {}}, "unknown key 'left'; known keys: check_draft"),
         ({"check_draft": "no"}, r"\['check_draft'\]='no': must be true or false"),
