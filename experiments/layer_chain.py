@@ -20,6 +20,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,18 @@ LAYERS, CHOICES = 4, 3
 BLOCKS = 4
 #: M up to which an order of the MoE has one front launch.
 ORDERS = {"apart": 0, "front": MAX_ROWS}
+FRONT = ("router", "latent_down", "shared_gate_up")
+_PARTS = ("in_proj", "o_proj", *FRONT, "shared_down", "latent_up")
 NOTE = "no engine, no collectives, a product in place of SiTU"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Products with each layer's weights; ``moes`` by order."""
+
+    in_proj: list[Product]
+    o_proj: list[Product]
+    moes: dict[str, list[LatentMoe]]
 
 
 class Chain:
@@ -88,8 +100,6 @@ class Chain:
             for _ in range(LAYERS)
         ]  # fmt: skip
         self.bytes = sum(w.numel() * 2 for w in self._weights[0].values())
-        self._in = [Product(w["in_proj"], pdl=True) for w in self._weights]
-        self._out = [Product(w["o_proj"], pdl=True) for w in self._weights]
         self._mixes = [
             [[self._normal(HIDDEN) for _ in range(3)] for _ in range(2)]
             for _ in range(LAYERS)
@@ -113,17 +123,31 @@ class Chain:
         self._ids = torch.empty_like(self._step.ids[0])
         self._norm = self._normal(LATENT)
         self._turn = 0
-        side = torch.cuda.Stream(device)
-        self._moes = {
-            name: [self._moe(w, front, side) for w in self._weights]
-            for name, front in ORDERS.items()
-        }
+        self._side = torch.cuda.Stream(device)
+        self._bound = self.bind()
+
+    def bind(self) -> Bound:
+        """The products by the kernels that the table has now."""
+        return Bound(
+            [Product(w["in_proj"], pdl=True) for w in self._weights],
+            [Product(w["o_proj"], pdl=True) for w in self._weights],
+            {
+                name: [self._moe(w, front) for w in self._weights]
+                for name, front in ORDERS.items()
+            },
+        )
+
+    def parts(self, name: str) -> list[Tensor]:
+        """The weights of the first layer that one launch reads: those of a projection,
+        or of the "front"."""
+        names = FRONT if name == "front" else (name,)
+        return [self._weights[0][each] for each in names]
 
     def _normal(self, *size: int) -> Tensor:
         empty = torch.empty(*size, dtype=torch.bfloat16, device=self._device)
         return empty.normal_(generator=self._generator)
 
-    def _moe(self, w: dict[str, Tensor], front: int, side: Any) -> LatentMoe:
+    def _moe(self, w: dict[str, Tensor], front: int) -> LatentMoe:
         weights = MoeWeights(
             router=w["router"],
             down=w["latent_down"],
@@ -135,7 +159,7 @@ class Chain:
             weights,
             activation=halves,
             routed=self._experts,
-            side=Side(side),
+            side=Side(self._side),
             pdl=True,
             front_rows=front,
         )
@@ -161,28 +185,25 @@ class Chain:
             extra=extra, num_blocks=BLOCKS,
         )  # fmt: skip
 
-    def layer(self, order: str, turn: int) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, order: str, turn: int, bound: Bound | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Launch a layer: the weights and experts of turn ``turn``, on the rows that
-        the layer before left."""
+        the layer before left; with the products of ``bound`` or its own."""
+        bound = bound or self._bound
         layer, self._turn = turn % LAYERS, turn
         hidden = self._mix(layer, 0, *self._routed)
-        self._in[layer](hidden)
+        bound.in_proj[layer](hidden)
         # On rows of its own: those of random layers would not stay finite.
         self._kda(layer)
-        hidden = self._mix(layer, 1, self._out[layer](self._core), None)
-        self._routed = self._moes[order][layer](hidden)
+        hidden = self._mix(layer, 1, bound.o_proj[layer](self._core), None)
+        self._routed = bound.moes[order][layer](hidden)
         return self._routed
 
     def fresh(self, order: str) -> Tensor:
         """Routed and shared rows of the first layer's MoE from fixed rows."""
         self._turn = 0
-        return torch.cat(self._moes[order][0](self._mixed)).clone()
-
-
-_PARTS = (
-    "in_proj", "o_proj", "router", "latent_down", "latent_up", "shared_gate_up",
-    "shared_down",
-)  # fmt: skip
+        return torch.cat(self._bound.moes[order][0](self._mixed)).clone()
 
 
 def halves(gate_up: Tensor) -> Tensor:
