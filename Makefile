@@ -8,6 +8,8 @@ OUT ?= sweep-results
 BIN := $(VENV)/bin
 # One compute thread a process: two threads on a busy two-core machine ran ten times slower.
 export OMP_NUM_THREADS ?= 1
+# Tests at a time: one more than cores, as engines and servers also wait.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 
 .PHONY: sweep test lint unit train-tiny train-tiny-k3 clean
 
@@ -22,7 +24,7 @@ lint: $(VENV)/.ready
 	$(BIN)/python -m mypy
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 train-tiny: $(VENV)/.ready
 	$(BIN)/python -m experiments.train_tiny --out experiments/tiny
