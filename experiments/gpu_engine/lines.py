@@ -92,9 +92,13 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def plans(
-    options: argparse.Namespace, drafts: Sequence[int], batches: Sequence[int]
+    options: argparse.Namespace,
+    drafts: Sequence[int],
+    batches: Sequence[int],
+    **further: Any,
 ) -> list[measure.Plan]:
-    """A plan for each draft length and target, targets side by side.
+    """A plan for each draft length and target, targets side by side; ``further`` are
+    fields of a plan.
 
     Raises ValueError as ``measure.check`` does.
     """
@@ -111,6 +115,7 @@ def plans(
             gpu=options.steps,
             ranks=options.ranks,
             ops=options.ops if target != "stock" else {},
+            **further,
         )
         for k in drafts
         for target in options.target
@@ -124,11 +129,13 @@ def run(
     options: argparse.Namespace,
     wanted: Sequence[measure.Plan],
     start: fleet.Launch = fleet.launch,
+    specs: Sequence[fleet.EngineSpec] | None = None,
 ) -> dict[str, fleet.Outcome]:
-    """Measure the plans; outcomes by plan name."""
+    """Measure the plans, or what ``specs`` say of them; outcomes by plan name."""
     parallel = options.parallel or measure.engines_at_once(wanted)
     say(f"{len(wanted)} engines, {parallel} at a time; logs in {options.work}")
-    specs = [measure.spec(plan, options.work / "models") for plan in wanted]
+    if specs is None:
+        specs = [measure.spec(plan, options.work / "models") for plan in wanted]
     if options.ranks:
         ranks.check_environment(os.environ)
         specs = ranks.with_ports(specs)

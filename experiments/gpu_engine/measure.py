@@ -12,6 +12,7 @@ a real run does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -49,7 +50,8 @@ class Plan:
     ``wall``, ``trace``, ``experts``: steps of each kind. ``trace_dir``: for the traces.
     ``ranks``: the whole model on ``tp`` GPUs, not one rank's share on one. ``ops``: of
     our target, beside its defaults (`dspark_k3.settings`); all are named, so that what
-    has no kernel is an error and not measured as ours.
+    has no kernel is an error and not measured as ours. ``length``: tokens a step, 1 to
+    k + 1; None for 1 + 0.7 k.
     """
 
     target: str
@@ -66,6 +68,7 @@ class Plan:
     experts: int = 4
     ranks: bool = False
     ops: Mapping[str, str] = field(default_factory=dict)
+    length: float | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +84,7 @@ class Plan:
     @property
     def acceptance_length(self) -> float:
         """Tokens a step, by synthetic rejection."""
-        return 1 + 0.7 * self.k
+        return 1 + 0.7 * self.k if self.length is None else self.length
 
 
 def check(plan: Plan) -> None:
@@ -93,6 +96,11 @@ def check(plan: Plan) -> None:
         raise ValueError(f"k={plan.k}: must be 0 to {k3_shapes.MAX_DRAFTS}")
     if not plan.batches or not all(1 <= b <= MAX_BATCH for b in plan.batches):
         raise ValueError(f"batch={list(plan.batches)}: sizes must be 1 to {MAX_BATCH}")
+    if not 1 <= plan.acceptance_length <= plan.k + 1:
+        raise ValueError(
+            f"length={plan.length}: {plan.k} drafts give 1 to {plan.k + 1} tokens a "
+            "step"
+        )
     longest = max(plan.gpu, plan.wall, plan.trace + 8, plan.experts)
     tokens = plan.prompt + new_tokens(plan, longest) + 2 * k3_shapes.MAX_DRAFTS
     if plan.prompt < 1 or tokens > CONTEXT:
@@ -178,7 +186,14 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
     plan = Plan(**{**options, "batches": tuple(options["batches"])})
     vocabulary = k3_shapes.VOCAB // plan.share
     generate(llm, plan, 1, 16, vocabulary)
-    points = [_batch(llm, plan, batch, vocabulary) for batch in plan.batches]
+    points = [point(llm, plan, batch, vocabulary) for batch in plan.batches]
+    return answer(llm, options, points)
+
+
+def answer(
+    llm: Any, options: dict[str, Any], points: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What a job gives: its points, and on what they were measured."""
     counters = llm.collective_rpc("k3_counters")
     return {
         "plan": options,
@@ -210,15 +225,31 @@ def generate(llm: Any, plan: Plan, batch: int, steps: int, vocabulary: int) -> N
     llm.generate(prompts, parameters, use_tqdm=False)
 
 
-def _batch(llm: Any, plan: Plan, batch: int, vocabulary: int) -> dict[str, Any]:
-    rows = batch * (plan.k + 1)
+def recorded(
+    llm: Any,
+    plan: Plan,
+    batch: int,
+    vocabulary: int,
+    mode: str,
+    steps: int,
+    **arguments: Any,
+) -> list[dict[str, Any]]:
+    """The steps of about ``steps`` that verify all rows of all ``batch`` requests.
 
-    def record(mode: str, steps: int, **arguments: Any) -> list[dict[str, Any]]:
-        given = json.dumps({"mode": mode, **arguments})
-        llm.collective_rpc("k3_start", args=(given,))
-        generate(llm, plan, batch, steps, vocabulary)
-        taken = of_ranks([json.loads(s) for s in llm.collective_rpc("k3_take")])
-        return [s for s in taken if s["rows"] == rows and s["batch"] == batch]
+    Arguments are those of `recorder.Recorder.start`.
+    """
+    given = json.dumps({"mode": mode, **arguments})
+    llm.collective_rpc("k3_start", args=(given,))
+    generate(llm, plan, batch, steps, vocabulary)
+    taken = of_ranks([json.loads(s) for s in llm.collective_rpc("k3_take")])
+    rows = batch * (plan.k + 1)
+    return [s for s in taken if s["rows"] == rows and s["batch"] == batch]
+
+
+def point(llm: Any, plan: Plan, batch: int, vocabulary: int) -> dict[str, Any]:
+    """`summary` of one batch size, with the spin and the trace's path."""
+    rows = batch * (plan.k + 1)
+    record = functools.partial(recorded, llm, plan, batch, vocabulary)
 
     spin = SPIN_US
     while True:
@@ -238,7 +269,7 @@ def _batch(llm: Any, plan: Plan, batch: int, vocabulary: int) -> dict[str, Any]:
             trace_steps=plan.trace,
             trace_path=str(trace),
         )
-    wall = record("wall", plan.wall)
+    wall = record("wall", plan.wall) if plan.wall else []
     counted = record("experts", plan.experts) if plan.experts else []
     return summary(batch, rows, timed, wall, counted) | {
         "spin_us": spin,

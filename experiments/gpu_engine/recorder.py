@@ -376,6 +376,21 @@ class StepRecorder:
         worker: Any = self
         return json.dumps(worker.k3_recorder.take())
 
+    def k3_accept(self, rates: str) -> None:
+        """Have vLLM's synthetic rejection accept draft i, if those before it were,
+        with probability ``rates[i]``; JSON, one a draft."""
+        worker: Any = self
+        sampler = worker.model_runner.rejection_sampler
+        held = getattr(sampler, "synthetic_conditional_rates", None)
+        given = json.loads(rates)
+        if held is None or len(held) != len(given):
+            found = "no synthetic rejection" if held is None else f"{len(held)} drafts"
+            raise ValueError(
+                f"{len(given)} acceptance rates for an engine with {found}: start it "
+                "with rejection_sample_method synthetic and as many drafts"
+            )
+        held.copy_(held.new_tensor(given))
+
     def k3_gpu(self) -> str:
         """Name of the worker's GPU."""
         import torch

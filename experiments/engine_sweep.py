@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance lengths 1 to 8 in the running engine, stock beside ours, and the model.
+
+``python -m experiments.engine_sweep measure --layers 48 --k 0,7 --batch 1,8 --out
+sweep.jsonl`` starts an engine for each target and draft length and lets it decode at
+each acceptance length (`experiments.gpu_engine.lengths`); run again with other ``--k``
+it adds to the file. ``python -m experiments.engine_sweep report sweep.jsonl
+[--plot sweep.png]`` prints speed-ups and draws them.
+
+Of every point it compares
+
+    measured   tokens a step / time of a step, both as the engine ran by itself
+    model      tokens a step / GPU time of a step that was enqueued ahead
+
+against plain decoding taken in the same way. They agree where the host keeps up with
+the GPU and tokens cost nothing but steps; ``host`` says how much longer a step took
+than the GPU's part. Text is not compared: synthetic rejection accepts drafts that the
+target would not have taken, so these are times and no claim of equal text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import k3_shapes, results
+from experiments.gpu_engine import fleet, lengths, lines
+from experiments.plots import _DPI, PALETTE, _caption, _matplotlib
+from experiments.results import Line
+
+STEP, TOKENS = "sweep_step_wall_us", "sweep_acceptance_length"
+GPU_STEP = "step_gpu_us"
+#: A step by itself may take this much longer than the GPU's part of it.
+HOST = 0.05
+#: Lengths of AL(7), 8 being what vLLM's verify step gives at most.
+LENGTHS = tuple(float(length) for length in range(1, k3_shapes.MAX_DRAFTS + 2))
+_SIZES = ("k", "batch")
+SIDES = {"stock": "vLLM 0.33", "ours": "dspark-k3"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A target's decoding with k drafts at one length.
+
+    Attributes:
+        target, k, batch: of the engine; ``batch`` requests at once.
+        length: AL(7) of the curve.
+        tokens: a step and request, as the engine counted them.
+        wall_us: a step as it ran.
+        gpu_us: a step's GPU time.
+    """
+
+    target: str
+    k: int
+    batch: int
+    length: float
+    tokens: float
+    wall_us: float
+    gpu_us: float
+
+    @property
+    def per_second(self) -> float:
+        """Tokens a second and request."""
+        return self.tokens / self.wall_us * 1e6
+
+    @property
+    def host(self) -> float:
+        """Share by which a step took longer than its GPU time."""
+        return self.wall_us / self.gpu_us - 1
+
+    def over(self, plain: Point) -> tuple[float, float]:
+        """Speed-up over plain decoding, measured and by the model."""
+        return (
+            self.per_second / plain.per_second,
+            self.tokens * plain.gpu_us / self.gpu_us,
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.engine_sweep",
+        description="Acceptance lengths 1 to 8 in the engine, stock beside ours.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("measure", help="run engines; adds lines to --out")
+    lines.common_arguments(run)
+    add = run.add_argument
+    add("--k", type=lines.numbers, default=(0, 7), help="draft lengths (default 0,7)")
+    add("--batch", type=lines.numbers, default=(1, 8), help="requests (default 1,8)")
+    add("--lengths", type=lines.numbers, default=LENGTHS, help="AL(7), of 1 to 8")
+    add("--wall", type=int, default=200, help="steps a length (default 200)")
+    add("--out", type=Path, required=True, help="result lines, added to")
+    report = commands.add_parser("report", help="speed-ups from result lines")
+    report.add_argument("source", type=Path, help="what measure wrote")
+    report.add_argument("--plot", type=Path, help="figure to write")
+    return parser
+
+
+def add_lines(
+    recorder: results.Recorder, plan: Mapping[str, Any], point: Any, gpu: str
+) -> None:
+    """Lines of one batch size: the GPU's step, then step and tokens at each length."""
+    lines.add_point(recorder, plan, point, gpu)
+    for at in point["lengths"]:
+        shape = {
+            key: plan[key] for key in ("layers", "tp", "k", "block_size", "prompt")
+        }
+        shape |= {"batch": point["batch"], "rows": point["rows"]}
+        shape["length"] = at["length"]
+        for metric, value, unit, spread in (
+            (STEP, at["wall_us"], "us", at["spread"]),
+            (TOKENS, at["acceptance_length"], "tokens a step and request", None),
+        ):
+            recorder.add(
+                metric,
+                value,
+                label="measured",
+                variant=plan["target"],
+                shape=shape,
+                gpu=gpu,
+                unit=unit,
+                gates={
+                    "graph": point["graph"],
+                    "rows_as_asked": point["executed_rows"] == point["rows"],
+                    "drafts_proposed": abs(at["drafts"] - plan["k"]) < 0.5,
+                },
+                spread=spread,
+                note=f"{lines.note(plan)} by position, geometric with AL(7) = "
+                f"{at['length']:g}; {at['steps']} steps, no claim of equal text",
+            )
+
+
+def points(found: Sequence[Line]) -> list[Point]:
+    """The points of result lines, later lines instead of earlier ones.
+
+    Raises ValueError for a point without all of its lines, or with a red gate.
+    """
+    values: dict[str, dict[tuple[Any, ...], float]] = {
+        metric: {} for metric in (STEP, TOKENS, GPU_STEP)
+    }
+    for line in found:
+        metric = line.get("metric")
+        if metric not in values:
+            continue
+        red = sorted(name for name, passed in line["gates"].items() if not passed)
+        at: tuple[Any, ...] = (line["variant"], *(line["shape"][n] for n in _SIZES))
+        if metric != GPU_STEP:
+            at += (line["shape"]["length"],)
+        if red:
+            raise ValueError(f"{metric} of {at}: gate {red[0]} is red; measure again")
+        values[metric][at] = line["value"]
+    made = []
+    for at, wall in sorted(values[STEP].items()):
+        tokens, gpu = values[TOKENS].get(at), values[GPU_STEP].get(at[:3])
+        if tokens is None or gpu is None:
+            raise ValueError(f"no {TOKENS if tokens is None else GPU_STEP} of {at}")
+        target, k, batch, length = at
+        made.append(Point(target, k, batch, length, tokens, wall, gpu))
+    return made
+
+
+def plain_of(found: Sequence[Point]) -> dict[tuple[str, int], Point]:
+    """(target, batch) -> its plain decoding.
+
+    Raises ValueError for a target and batch that has none.
+    """
+    plain = {(p.target, p.batch): p for p in found if p.k == 0}
+    for point in found:
+        if (point.target, point.batch) not in plain:
+            raise ValueError(
+                f"{point.target} with batch {point.batch} has no plain decoding to "
+                "compare with: measure --k 0 too"
+            )
+    return plain
+
+
+def table(found: Sequence[Point]) -> str:
+    """A line a point: its step, tokens a second, and speed-ups."""
+    plain = plain_of(found)
+    rows = [
+        f"{'target':8} {'k':>2} {'B':>2} {'AL(7)':>5} {'tokens':>6} {'step µs':>9} "
+        f"{'host':>6} {'tok/s':>7} {'own plain':>9} {'model':>6} {'off':>6} "
+        f"{'stock plain':>11} {'stock same k':>12}"
+    ]
+    at = {(p.target, p.k, p.batch, p.length): p for p in found}
+    for p in found:
+        measured, model = p.over(plain[p.target, p.batch])
+        stock = plain.get(("stock", p.batch))
+        same = at.get(("stock", p.k, p.batch, p.length))
+        rows.append(
+            f"{p.target:8} {p.k:2} {p.batch:2} {p.length:5g} {p.tokens:6.2f} "
+            f"{p.wall_us:9.1f} {p.host:6.1%} {p.per_second:7.1f} {measured:8.2f}x "
+            f"{model:5.2f}x {measured / model - 1:6.1%} {_over(p, stock):>11} "
+            f"{_over(p, same):>12}"
+        )
+    behind = [p for p in found if p.host > HOST]
+    rows.append(
+        f"{len(behind)} of {len(found)} points took over {HOST:.0%} longer than their "
+        "GPU time: the host was behind there"
+    )
+    return "\n".join(rows)
+
+
+def _over(point: Point, other: Point | None) -> str:
+    return "-" if other is None else f"{point.per_second / other.per_second:.2f}x"
+
+
+def draw(found: Sequence[Point], gpu: str, how: str, out: Path) -> None:
+    """Speed-up over vLLM's plain decoding against acceptance length, a panel a batch.
+
+    Raises ValueError as `plain_of`, and without plain decoding of stock vLLM.
+    """
+    plain = plain_of(found)
+    batches = sorted({p.batch for p in found})
+    if any(("stock", batch) not in plain for batch in batches):
+        raise ValueError("speed-ups are over stock's plain decoding: measure it too")
+    pyplot = _matplotlib()
+    size = (5.2 * len(batches), 4.6)
+    figure, axes = pyplot.subplots(1, len(batches), figsize=size, squeeze=False)
+    for axis, batch in zip(axes[0], batches, strict=True):
+        base = plain["stock", batch]
+        of_batch = [p for p in found if p.batch == batch]
+        _panel(axis, of_batch, base)
+        axis.set_title(f"{batch} request{'s' if batch > 1 else ''} at once")
+        axis.set_xlabel("acceptance length with 7 drafts (tokens a step)")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("speed-up over vLLM's plain decoding")
+    axes[0][0].legend(frameon=False, loc="upper left")
+    _caption(
+        figure,
+        f"Measured on one {gpu}: {how}.\nMarks: the engine by itself; lines: the "
+        "model, tokens x plain step / step in GPU time. Synthetic acceptance.",
+    )
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(out, dpi=_DPI)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, found: Sequence[Point], base: Point) -> None:
+    """Marks as measured, a line through what the model says of the same points."""
+    styles = {"stock": ("o", PALETTE[1]), "ours": ("s", PALETTE[0])}
+    dashes = ("-", "--", ":", "-.")
+    drafts = sorted({p.k for p in found if p.k}, reverse=True)
+    for target, (mark, colour) in styles.items():
+        for dash, k in zip(dashes, drafts, strict=False):
+            line = [p for p in found if p.target == target and p.k == k]
+            if not line:
+                continue
+            at = [p.length for p in line]
+            model = [p.tokens * base.gpu_us / p.gpu_us for p in line]
+            axis.plot(at, model, dash, color=colour, linewidth=1.2)
+            measured = [p.per_second / base.per_second for p in line]
+            label = f"{SIDES[target]}, k = {k}"
+            axis.plot(at, measured, mark, color=colour, label=label, markersize=5,
+                      fillstyle="full" if k == drafts[0] else "none")  # fmt: skip
+        for p in found:
+            if p.target == target and p.k == 0:
+                value = p.per_second / base.per_second
+                axis.axhline(value, color=colour, linewidth=0.8, alpha=0.5)
+
+
+def _measure(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    start: fleet.Launch | None,
+) -> int:
+    """Run the engines and add their lines; what went wrong is said at the end."""
+    try:
+        wanted = lines.plans(options, options.k, options.batch, wall=options.wall)
+        specs = [
+            lengths.spec(plan, options.lengths, options.work / "models")
+            for plan in wanted
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    outcomes = lines.run(options, wanted, start or fleet.launcher(options.fork), specs)
+    recorder = results.Recorder(
+        versions=lines.versions(outcomes), commit=options.commit
+    )
+    wrong = []
+    for outcome in outcomes.values():
+        if outcome.error:
+            wrong.append(f"{outcome.name}: {outcome.error}")
+            continue
+        for point in outcome.result["points"]:
+            add_lines(recorder, outcome.result["plan"], point, outcome.result["gpu"])
+    lines.say(lines.step_table(outcomes))
+    lines.save(recorder, options.out)
+    for line in wrong:
+        lines.say(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    start: fleet.Launch | None = None,
+    say: Callable[[str], None] = lines.say,
+) -> int:
+    """Run the command; ``start`` starts an engine's process."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "measure":
+        return _measure(parser, options, start)
+    try:
+        read = results.read(options.source)
+        found = points(read)
+        say(table(found))
+        if options.plot is not None:
+            first = next(line for line in read if line.get("metric") == STEP)
+            shape = first["shape"]
+            draw(
+                found,
+                first["gpu"],
+                f"K3's widths, {shape['layers']} layers, a rank's share at TP "
+                f"{shape['tp']} without its collectives",
+                options.plot,
+            )
+            say(f"{options.plot} written")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
