@@ -7,15 +7,17 @@ each acceptance length (`experiments.gpu_engine.lengths`); run again with other 
 it adds to the file. ``python -m experiments.engine_sweep report sweep.jsonl
 [--plot sweep.png]`` prints speed-ups and draws them.
 
-Of every point it compares
+Of every point it compares speed-ups over plain decoding, tokens a step over the time of
+a step, with three times of a step:
 
-    measured   tokens a step / time of a step, both as the engine ran by itself
-    model      tokens a step / GPU time of a step that was enqueued ahead
+    wall    as the engine ran by itself
+    GPU     enqueued ahead of the GPU, at this length
+    model   as GPU, once for all lengths: T_draft + T_verify of `experiments.speedup`
 
-against plain decoding taken in the same way. They agree where the host keeps up with
-the GPU and tokens cost nothing but steps; ``host`` says how much longer a step took
-than the GPU's part. Text is not compared: synthetic rejection accepts drafts that the
-target would not have taken, so these are times and no claim of equal text.
+``host`` says how much longer a step took by itself than its GPU time; where that is
+much, the host was what limits, and wall says nothing of the kernels. Text is not
+compared: synthetic rejection accepts drafts that the target would not have taken, so
+these are times and no claim of equal text.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from experiments.plots import _DPI, PALETTE, _caption, _matplotlib
 from experiments.results import Line
 
 STEP, TOKENS = "sweep_step_wall_us", "sweep_acceptance_length"
+AT_LENGTH = "sweep_step_gpu_us"
 GPU_STEP = "step_gpu_us"
 #: A step by itself may take this much longer than the GPU's part of it.
 HOST = 0.05
@@ -52,6 +55,7 @@ class Point:
         tokens: a step and request, as the engine counted them.
         wall_us: a step as it ran.
         gpu_us: a step's GPU time.
+        model_us: that of the engine at any length.
     """
 
     target: str
@@ -61,10 +65,11 @@ class Point:
     tokens: float
     wall_us: float
     gpu_us: float
+    model_us: float
 
     @property
     def per_second(self) -> float:
-        """Tokens a second and request."""
+        """Tokens a second and request, by the wall."""
         return self.tokens / self.wall_us * 1e6
 
     @property
@@ -72,11 +77,13 @@ class Point:
         """Share by which a step took longer than its GPU time."""
         return self.wall_us / self.gpu_us - 1
 
-    def over(self, plain: Point) -> tuple[float, float]:
-        """Speed-up over plain decoding, measured and by the model."""
+    def over(self, other: Point) -> tuple[float, float, float]:
+        """Speed-up over other decoding: by the wall, in GPU time, and by the model."""
+        gain = self.tokens / other.tokens
         return (
-            self.per_second / plain.per_second,
-            self.tokens * plain.gpu_us / self.gpu_us,
+            gain * other.wall_us / self.wall_us,
+            gain * other.gpu_us / self.gpu_us,
+            gain * other.model_us / self.model_us,
         )
 
 
@@ -113,6 +120,7 @@ def add_lines(
         shape["length"] = at["length"]
         for metric, value, unit, spread in (
             (STEP, at["wall_us"], "us", at["spread"]),
+            (AT_LENGTH, at["gpu_us"], "us", None),
             (TOKENS, at["acceptance_length"], "tokens a step and request", None),
         ):
             recorder.add(
@@ -140,7 +148,7 @@ def points(found: Sequence[Line]) -> list[Point]:
     Raises ValueError for a point without all of its lines, or with a red gate.
     """
     values: dict[str, dict[tuple[Any, ...], float]] = {
-        metric: {} for metric in (STEP, TOKENS, GPU_STEP)
+        metric: {} for metric in (STEP, AT_LENGTH, TOKENS, GPU_STEP)
     }
     for line in found:
         metric = line.get("metric")
@@ -155,11 +163,14 @@ def points(found: Sequence[Line]) -> list[Point]:
         values[metric][at] = line["value"]
     made = []
     for at, wall in sorted(values[STEP].items()):
-        tokens, gpu = values[TOKENS].get(at), values[GPU_STEP].get(at[:3])
-        if tokens is None or gpu is None:
-            raise ValueError(f"no {TOKENS if tokens is None else GPU_STEP} of {at}")
+        further = []
+        for metric, key in ((TOKENS, at), (AT_LENGTH, at), (GPU_STEP, at[:3])):
+            if key not in values[metric]:
+                raise ValueError(f"no {metric} of {key}")
+            further.append(values[metric][key])
+        tokens, gpu, model = further
         target, k, batch, length = at
-        made.append(Point(target, k, batch, length, tokens, wall, gpu))
+        made.append(Point(target, k, batch, length, tokens, wall, gpu, model))
     return made
 
 
@@ -179,34 +190,34 @@ def plain_of(found: Sequence[Point]) -> dict[tuple[str, int], Point]:
 
 
 def table(found: Sequence[Point]) -> str:
-    """A line a point: its step, tokens a second, and speed-ups."""
+    """A line a point: its step, speed-ups over plain decoding of its own target, and in
+    GPU time over stock, plain and with as many drafts."""
     plain = plain_of(found)
-    rows = [
-        f"{'target':8} {'k':>2} {'B':>2} {'AL(7)':>5} {'tokens':>6} {'step µs':>9} "
-        f"{'host':>6} {'tok/s':>7} {'own plain':>9} {'model':>6} {'off':>6} "
-        f"{'stock plain':>11} {'stock same k':>12}"
-    ]
     at = {(p.target, p.k, p.batch, p.length): p for p in found}
+    rows = [
+        f"{'target':8} {'k':>2} {'B':>2} {'AL(7)':>5} {'tokens':>6} {'wall µs':>9} "
+        f"{'GPU µs':>9} {'host':>5} {'tok/s':>7} | {'wall':>6} {'GPU':>6} {'model':>6} "
+        f"{'off':>5} | {'stock':>6} {'same k':>6}"
+    ]
     for p in found:
-        measured, model = p.over(plain[p.target, p.batch])
-        stock = plain.get(("stock", p.batch))
-        same = at.get(("stock", p.k, p.batch, p.length))
+        wall, gpu, model = p.over(plain[p.target, p.batch])
+        others = (
+            plain.get(("stock", p.batch)),
+            at.get(("stock", p.k, p.batch, p.length)),
+        )
+        over = ["-" if o is None else f"{p.over(o)[1]:.2f}x" for o in others]
         rows.append(
             f"{p.target:8} {p.k:2} {p.batch:2} {p.length:5g} {p.tokens:6.2f} "
-            f"{p.wall_us:9.1f} {p.host:6.1%} {p.per_second:7.1f} {measured:8.2f}x "
-            f"{model:5.2f}x {measured / model - 1:6.1%} {_over(p, stock):>11} "
-            f"{_over(p, same):>12}"
+            f"{p.wall_us:9.1f} {p.gpu_us:9.1f} {p.host:5.0%} {p.per_second:7.1f} | "
+            f"{wall:5.2f}x {gpu:5.2f}x {model:5.2f}x {gpu / model - 1:5.1%} | "
+            f"{over[0]:>6} {over[1]:>6}"
         )
     behind = [p for p in found if p.host > HOST]
     rows.append(
-        f"{len(behind)} of {len(found)} points took over {HOST:.0%} longer than their "
-        "GPU time: the host was behind there"
+        f"{len(behind)} of {len(found)} points took over {HOST:.0%} longer by the wall "
+        "than in GPU time: the host was behind there"
     )
     return "\n".join(rows)
-
-
-def _over(point: Point, other: Point | None) -> str:
-    return "-" if other is None else f"{point.per_second / other.per_second:.2f}x"
 
 
 def draw(found: Sequence[Point], gpu: str, how: str, out: Path) -> None:
@@ -232,8 +243,8 @@ def draw(found: Sequence[Point], gpu: str, how: str, out: Path) -> None:
     axes[0][0].legend(frameon=False, loc="upper left")
     _caption(
         figure,
-        f"Measured on one {gpu}: {how}.\nMarks: the engine by itself; lines: the "
-        "model, tokens x plain step / step in GPU time. Synthetic acceptance.",
+        f"Measured on one {gpu}: {how}, synthetic acceptance.\nLines: tokens x plain "
+        "step / step in GPU time; marks: by the wall, where the host kept up.",
     )
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(out, dpi=_DPI)
@@ -241,7 +252,7 @@ def draw(found: Sequence[Point], gpu: str, how: str, out: Path) -> None:
 
 
 def _panel(axis: Any, found: Sequence[Point], base: Point) -> None:
-    """Marks as measured, a line through what the model says of the same points."""
+    """A line in GPU time, and marks by the wall for the points that had a fast host."""
     styles = {"stock": ("o", PALETTE[1]), "ours": ("s", PALETTE[0])}
     dashes = ("-", "--", ":", "-.")
     drafts = sorted({p.k for p in found if p.k}, reverse=True)
@@ -259,8 +270,7 @@ def _panel(axis: Any, found: Sequence[Point], base: Point) -> None:
                       fillstyle="full" if k == drafts[0] else "none")  # fmt: skip
         for p in found:
             if p.target == target and p.k == 0:
-                value = p.per_second / base.per_second
-                axis.axhline(value, color=colour, linewidth=0.8, alpha=0.5)
+                axis.axhline(p.over(base)[1], color=colour, linewidth=0.8, alpha=0.5)
 
 
 def _measure(

@@ -2,9 +2,9 @@
 """The job behind the sweep of acceptance lengths: one engine, every length in turn.
 
 For each batch size first the GPU's time of a step, as `experiments.gpu_engine.measure`
-takes it; then, for each length, decoding as the engine does it by itself: its own
-process, asynchronous scheduling, no spin. vLLM's synthetic rejection is given its rates
-by position while the engine runs, so that a length costs no start.
+takes it; then, for each length, that time again and decoding as the engine does it by
+itself: its own process, asynchronous scheduling, no spin. vLLM's synthetic rejection is
+given its rates by position while the engine runs, so that a length costs no start.
 
 A length L is that of the geometric curve with AL(7) = L: every draft is accepted with
 the same probability if those before it were. With fewer drafts the first rates of the
@@ -13,6 +13,7 @@ same curve hold, so an engine with k = 3 sees the same drafter as one with 7.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -70,7 +71,14 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
         point = measure.point(llm, timing, batch, vocabulary)
         # Without drafts all lengths are one.
         at = [
-            decode(llm, at_length(plan, length), batch, vocabulary, length)
+            decode(
+                llm,
+                at_length(plan, length),
+                batch,
+                vocabulary,
+                length,
+                point["spin_us"],
+            )
             for length in (lengths if plan.k else lengths[:1])
         ]
         points.append(point | {"lengths": at})
@@ -78,24 +86,28 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(
-    llm: Any, plan: Plan, batch: int, vocabulary: int, length: float
+    llm: Any, plan: Plan, batch: int, vocabulary: int, length: float, spin_us: float
 ) -> dict[str, Any]:
     """Steps and tokens of ``batch`` requests at one length.
 
     Returns:
-        ``length``; ``steps`` and ``wall_us``, the mean time from the beginning of one
-        to that of the next, and its ``spread``, the interquartile range;
-        ``acceptance_length`` as vLLM counted it, tokens a step and request; ``drafts``,
-        proposed a step.
+        ``length``; ``gpu_us``, the mean GPU time of a step that was enqueued ahead;
+        ``steps`` and ``wall_us``, of the engine by itself the mean time from the
+        beginning of one to that of the next, and its ``spread``, the interquartile
+        range; ``acceptance_length`` there as vLLM counted it, tokens a step and
+        request; ``drafts``, proposed a step.
 
     Raises:
-        ValueError: fewer than three steps were of all requests.
+        ValueError: fewer than three steps were of all requests, or none was enqueued
+            ahead.
     """
     if plan.k:
         rates = json.dumps(curve(length).conditional[: plan.k])
         llm.collective_rpc("k3_accept", args=(rates,))
+    record = functools.partial(measure.recorded, llm, plan, batch, vocabulary)
+    timed = [s for s in record("gpu", plan.gpu, spin_us=spin_us) if s["queued"]]
     before = spec_counters(llm.get_metrics())
-    steps = measure.recorded(llm, plan, batch, vocabulary, "wall", plan.wall)
+    steps = record("wall", plan.wall)
     after = spec_counters(llm.get_metrics())
     verified, proposed, accepted = (
         after[name][0] - before[name][0]
@@ -103,14 +115,15 @@ def decode(
     )
     starts = [step["host_s"] for step in steps]
     gaps = [(b - a) * 1e6 for a, b in itertools.pairwise(starts)]
-    if len(gaps) < 2:
+    if len(gaps) < 2 or not timed:
         raise ValueError(
-            f"{len(steps)} steps of {batch} requests at length {length:g}: too few to "
-            "time; ask for more"
+            f"{len(steps)} steps of {batch} requests at length {length:g}, "
+            f"{len(timed)} enqueued ahead: too few to time; ask for more"
         )
     quarters = statistics.quantiles(gaps, n=4)
     return {
         "length": length,
+        "gpu_us": statistics.fmean(step["step_us"] for step in timed),
         "steps": len(steps),
         "wall_us": statistics.fmean(gaps),
         "spread": quarters[2] - quarters[0],
