@@ -42,7 +42,11 @@ HOST = 0.05
 #: Lengths of AL(7), 8 being what vLLM's verify step gives at most.
 LENGTHS = tuple(float(length) for length in range(1, k3_shapes.MAX_DRAFTS + 2))
 _SIZES = ("k", "batch")
-SIDES = {"stock": "vLLM 0.33", "ours": "dspark-k3"}
+SIDES = {
+    "stock": "vLLM 0.33",
+    "ours": "dspark-k3",
+    "drafter": "dspark-k3, in the drafter too",
+}
 
 
 @dataclass(frozen=True)
@@ -175,11 +179,15 @@ def points(found: Sequence[Line]) -> list[Point]:
 
 
 def plain_of(found: Sequence[Point]) -> dict[tuple[str, int], Point]:
-    """(target, batch) -> its plain decoding.
+    """(target, batch) -> its plain decoding; our kernels in the drafter change nothing
+    there.
 
     Raises ValueError for a target and batch that has none.
     """
     plain = {(p.target, p.batch): p for p in found if p.k == 0}
+    for (target, batch), point in list(plain.items()):
+        if target == "ours":
+            plain.setdefault(("drafter", batch), point)
     for point in found:
         if (point.target, point.batch) not in plain:
             raise ValueError(
@@ -253,7 +261,11 @@ def draw(found: Sequence[Point], gpu: str, how: str, out: Path) -> None:
 
 def _panel(axis: Any, found: Sequence[Point], base: Point) -> None:
     """A line in GPU time, and marks by the wall for the points that had a fast host."""
-    styles = {"stock": ("o", PALETTE[1]), "ours": ("s", PALETTE[0])}
+    styles = {
+        "stock": ("o", PALETTE[1]),
+        "ours": ("s", PALETTE[0]),
+        "drafter": ("D", PALETTE[2]),
+    }
     dashes = ("-", "--", ":", "-.")
     drafts = sorted({p.k for p in found if p.k}, reverse=True)
     for target, (mark, colour) in styles.items():

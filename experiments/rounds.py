@@ -11,6 +11,7 @@ calibrate --record` writes them; `of_engine` makes them of what
 from __future__ import annotations
 
 import json
+import lzma
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def write(path: Path, rounds: RecordedRounds) -> None:
 
 
 def read(path: Path) -> RecordedRounds:
-    """The rounds of a file.
+    """The rounds of a file, which may be packed (``.xz``).
 
     Raises:
         ValueError: no such file, no rounds, or a line that is none, with its number.
@@ -110,7 +111,13 @@ def read(path: Path) -> RecordedRounds:
             f"{path} is no file; `dspark-k3 calibrate --record {path}` writes one"
         )
     found: list[tuple[int, list[float], int]] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        packed = path.suffix == ".xz"
+        content = path.read_bytes()
+        text = (lzma.decompress(content) if packed else content).decode()
+    except (lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} holds no text: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

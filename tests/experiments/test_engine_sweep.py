@@ -201,6 +201,16 @@ def test_later_runs_add_drafts_and_replace_points(tmp_path: Path) -> None:
     assert sorted({p.k for p in found}) == [0, 3, 7] and len(found) == 2 * 2 * 3
 
 
+def test_our_drafter_is_held_against_our_plain_decoding(tmp_path: Path) -> None:
+    run(tmp_path, "--k", "0", "--target", "stock,ours")
+    _, out = run(tmp_path, "--k", "7", "--lengths", "6", "--target", "stock,drafter")
+    found = engine_sweep.points(results.read(out))
+    plain = engine_sweep.plain_of(found)
+    assert plain["drafter", 8] is plain["ours", 8] is not plain["stock", 8]
+    rows = engine_sweep.table(found).splitlines()
+    assert sum(row.startswith("drafter   7") for row in rows) == 2
+
+
 def test_half_a_run_is_no_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +102,14 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         np.array([2, 0, 1]),
     )
     rounds.write(tmp_path / "r.jsonl", given)
+    (tmp_path / "r.jsonl.xz").write_bytes(
+        lzma.compress((tmp_path / "r.jsonl").read_bytes())
+    )
+    packed = rounds.read(tmp_path / "r.jsonl.xz")
     found = rounds.read(tmp_path / "r.jsonl")
     for name, value in vars(given).items():
         assert np.array_equal(getattr(found, name), value), name
+        assert np.array_equal(getattr(packed, name), value), name
 
 
 GOOD = {"prompt": 0, "logits": [1.0, 2.0], "accepted": 1}
@@ -139,6 +145,10 @@ def test_a_file_of_nothing_is_refused(tmp_path: Path) -> None:
         rounds.read(tmp_path / "r.jsonl")
     with pytest.raises(ValueError, match="is no file; `dspark-k3 calibrate --record"):
         rounds.read(tmp_path / "none.jsonl")
+    for name in ("r.jsonl", "r.jsonl.xz"):
+        (tmp_path / name).write_bytes(b"\xfd7z and no more")
+        with pytest.raises(ValueError, match="holds no text"):
+            rounds.read(tmp_path / name)
 
 
 def advise(*options: str) -> str:
