@@ -30,7 +30,7 @@ NAMES = [f"{pair}-{manner}" for pair in PAIRS for manner in MANNERS]
 
 def spec(name: str) -> fleet.EngineSpec:
     """The engine of a pair and a manner of drafting. K3's sampled one is adaptive, for
-    its confidences; that needs our target on Hopper. Qwen3's start slowly with graphs."""
+    its confidences; that needs our target on Hopper. Qwen3's have no graphs."""
     pair, manner = name.split("-")
     target, drafter = PAIRS[pair]
     greedy = manner == "greedy"
