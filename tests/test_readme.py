@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from dspark_k3.cli import app
-from experiments import results
+from experiments import engine_sweep, results
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -132,6 +132,38 @@ def test_tiny_k3_table_is_the_recorded_run() -> None:
         f"it is {stdlib:.2f} on standard-library text and {generated:.2f} on "
         "generated text"
     ) in README
+
+
+def test_sweep_table_is_the_recorded_run() -> None:
+    """Every row, how far the model is off, and how many points had a fast host."""
+    recorded = ROOT / "experiments" / "results" / "h200" / "engine_sweep.jsonl"
+    found = engine_sweep.points(results.read(recorded))
+    plain = engine_sweep.plain_of(found)
+    off = max(
+        abs(gpu / model - 1)
+        for _, gpu, model in (p.over(plain[p.target, p.batch]) for p in found)
+    )
+    assert 0.005 < off <= 0.006 and "within 0.6 % of every point" in FLOWED
+    fast = sum(p.host <= engine_sweep.HOST for p in found)
+    assert f"at {fast} of {len(found)} points" in FLOWED
+    rows = re.findall(
+        r"^\| (\d) \| ([\d.]+)(.*) \| (\S+)x \| (\S+)x \| (\S+)x \|$", README, re.M
+    )
+    assert len(rows) == 8
+    for batch, tokens, drafts, *cells in rows:
+        theirs, ours = (
+            next(
+                p
+                for p in found
+                if (p.target, p.batch) == (target, int(batch))
+                and p.k == (0 if drafts == ", plain" else 7)
+                and f"{p.tokens:.2f}" == f"{float(tokens):.2f}"
+            )
+            for target in ("stock", "ours" if drafts == ", plain" else "drafter")
+        )
+        base = plain["stock", int(batch)]
+        gains = theirs.over(base)[1], ours.over(base)[1], ours.over(theirs)[1]
+        assert cells == [f"{gain:.2f}" for gain in gains]
 
 
 def test_step_table_is_the_recorded_run() -> None:
