@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README says what the recorded results say, and names only what exists."""
+"""README and docs say what the recorded results say, and name only what exists."""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from typer.testing import CliRunner
 
+from dspark_k3 import settings
 from dspark_k3.cli import app
 from experiments import engine_sweep, results
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
+RESULTS = PAGES[DOCS / "results.md"]
 #: Without line breaks.
-FLOWED = " ".join(README.split())
+FLOWED = " ".join(" ".join(page.split()) for page in PAGES.values())
 RECORDED = ROOT / "experiments" / "results" / "cpu"
 #: Drafts and batches of the table of steps.
 POINTS = ((0, 1), (0, 8), (7, 1), (7, 8))
@@ -34,7 +40,7 @@ def test_results_table_is_the_recorded_run() -> None:
         assert all(all(x["gates"].values()) for x in mine.values())
         cells = " | ".join(f"{mine[k]['value']:.2f}" for k in range(1, 8))
         text, heat = name.removeprefix("tiny ").split(" T=")
-        assert f"| {text} | {heat} | {cells} |" in README
+        assert f"| {text} | {heat} | {cells} |" in RESULTS
 
 
 def test_kernel_table_is_the_recorded_run() -> None:
@@ -57,7 +63,7 @@ def test_kernel_table_is_the_recorded_run() -> None:
     found = re.findall(
         r"^\| ((?:skinny_gemm|moe_front|attn_res)[^|]*) \| (\d+) \| (\S+) \| (\d+) % "
         r"\| (\S+) (\w+) \|$",
-        README,
+        RESULTS,
         re.M,
     )
     assert len(found) == 19
@@ -85,11 +91,12 @@ def test_mla_table_is_the_recorded_run() -> None:
         ]
         best = min(us for name, us in peers.items() if not name.startswith("ours"))
         ahead += line["us"] <= best
-    found = re.findall(r"^\| (\d+ \| \d x \d \| [\d,]+) \| (.*) \|$", README, re.M)
+    found = re.findall(r"^\| (\d+ \| \d x \d \| [\d,]+) \| (.*) \|$", RESULTS, re.M)
     assert len(found) == 11
     for name, cells in found:
         assert cells.split(" | ") == core[name]
-    assert f"at {ahead} of {len(core)} points" in README
+    assert f"at {ahead} of {len(core)} points" in RESULTS
+    assert f"at {len(core) - ahead} of {len(core)} points" in README
     for line in (x for x in points if x["shape"]["part"] != "core"):
         part = line["shape"]["part"]
         stock = line["peers"][
@@ -97,16 +104,36 @@ def test_mla_table_is_the_recorded_run() -> None:
         ]
         for us in (line["us"], stock):
             said = f"{us:.1f}" if part == "sublayer" else f"{us:.0f}"
-            assert re.search(rf"\b{re.escape(said)}\b", README)
+            assert re.search(rf"\b{re.escape(said)}\b", RESULTS)
 
 
 def test_paths_and_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = "\n".join(PAGES.values())
     assert set(re.findall(r"make ([a-z]+[a-z-]*) ", README)) <= targets
-    named = re.findall(r"(?:experiments|tests|drafters|dspark_k3)/[\w./-]+", README)
+    named = re.findall(r"(?:experiments|tests|drafters|dspark_k3)/[\w./-]+", text)
     assert len(named) >= 8
     for path in named:
         assert (ROOT / path.rstrip(".")).exists(), path
+
+
+def test_links_and_images_lead_somewhere() -> None:
+    for path, page in PAGES.items():
+        for link in re.findall(r"\]\(([^)#]+)\)", page):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_settings_page_has_every_setting() -> None:
+    """With its default."""
+    page = PAGES[DOCS / "settings.md"]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.M))
+    found = settings.read({})
+    names = {each.name for each in fields(found)} - set(settings._FOUND)
+    assert set(rows) == names
+    for name in names - {"ops"}:
+        assert json.loads(rows[name].strip("`")) == getattr(found, name), name
+    for op in settings.OPS:
+        assert f"`{op}`" in page
 
 
 def test_commands_in_readme_are_understood() -> None:
@@ -123,7 +150,7 @@ def test_tiny_k3_table_is_the_recorded_run() -> None:
     table = [values[f"tiny-k3 fixed-graph-k{k} greedy batch8"] for k in range(1, 8)]
     assert all(all(line["gates"].values()) for line in table)
     cells = " | ".join(f"{line['value']:.2f}" for line in table)
-    assert f"| {cells} |" in README
+    assert f"| {cells} |" in RESULTS
     stdlib, generated = (
         values[f"tiny-k3 fixed-graph-k7 T=1 {kind}"]["value"]
         for kind in ("stdlib", "generated")
@@ -131,7 +158,7 @@ def test_tiny_k3_table_is_the_recorded_run() -> None:
     assert (
         f"it is {stdlib:.2f} on standard-library text and {generated:.2f} on "
         "generated text"
-    ) in README
+    ) in RESULTS
 
 
 def test_sweep_table_is_the_recorded_run() -> None:
@@ -189,7 +216,7 @@ def test_step_table_is_the_recorded_run() -> None:
             us("layer_gpu_us", "kda", at, 1),
             us("layer_gpu_us", "mla", at, 1),
         ]
-        assert f"| {' | '.join(cells)} |" in README
+        assert f"| {' | '.join(cells)} |" in RESULTS
     halves = [
         [values["layer_mlp_gpu_us", "kda", *at, side]["value"] for at in POINTS]
         for side in ("stock", "ours")
@@ -209,7 +236,7 @@ def test_step_table_is_the_recorded_run() -> None:
         for b in (1, 8)
     ]
     said = f"{', '.join(ratios[:3])} and {ratios[3]}"
-    assert f"takes\n{said} times as long as stock's" in README
+    assert f"takes\n{said} times as long as stock's" in RESULTS
 
 
 def test_experts_table_is_the_recorded_run() -> None:
@@ -231,7 +258,7 @@ def test_experts_table_is_the_recorded_run() -> None:
             f"{line['bandwidth_share']:.0%}".replace("%", " %"),
             *(f"{us:.1f}" for us in peers),
         ]
-        assert f"| {' | '.join(cells)} |" in README
+        assert f"| {' | '.join(cells)} |" in RESULTS
 
 
 def test_advice_from_the_recorded_profiles_is_what_is_said() -> None:

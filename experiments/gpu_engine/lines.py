@@ -54,7 +54,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--work", type=Path, default=Path("/tmp/k3-engines"), help="logs and traces")
     add("--fork", action="store_true", help="fork engines off a process with vLLM")
     add("--commit", help="commit to record where git cannot tell")
-    add("--ops", type=ops, default={}, help="JSON, of our target; see README")
+    add("--ops", type=ops, default={}, help="JSON, of our target; see docs/settings.md")
 
 
 def ops(text: str) -> dict[str, str]:
