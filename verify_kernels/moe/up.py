@@ -48,6 +48,7 @@ from verify_kernels.moe.device import (
     Plan,
     after,
     clear,
+    hidden_zero,
     no_sums,
     product,
     read_block,
@@ -239,8 +240,7 @@ class ExpertsUpKernel:
         self.plan.copy(base, (experts, offsets, pairs), thread)
         cute.arch.sync_threads()
         items = used * self.blocks
-        # 0, which the compiler does not know.
-        zero = used >> 31
+        zero = hidden_zero(used)
         there = first < items
         at, scales_at, begin, count = self.place(
             base, words, scales, first, there, rank, warp, lane

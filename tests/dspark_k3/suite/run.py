@@ -244,7 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", default="", help="cases whose names contain this")
     add("--add", action="store_true", help="to the verdicts that DIR has already")
     add("--kda-layout", default="snapshot", choices=settings.LAYOUTS)
-    add("--ops", type=lines.ops, default={}, help="JSON, of our target; see docs/settings.md")
+    add(
+        "--ops",
+        type=lines.ops,
+        default={},
+        help="JSON, of our target; see docs/settings.md",
+    )
     add("--fork", action="store_true", help="fork engines off a process with vLLM")
     options = parser.parse_args(arguments)
     for folder in (cases.TARGET, cases.DRAFTER):
