@@ -8,8 +8,8 @@ OUT ?= sweep-results
 BIN := $(VENV)/bin
 # One compute thread a process: two threads on a busy two-core machine ran ten times slower.
 export OMP_NUM_THREADS ?= 1
-# Tests at a time: one more than cores, as engines and servers also wait.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
+# Test processes. A third one on two cores gained nothing; each comes to hold 4 to 6 GB.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n < 8 ? n : 8)))
 
 .PHONY: sweep test lint unit train-tiny train-tiny-k3 clean
 
