@@ -5,9 +5,8 @@
 [--out FILE.jsonl]`` captures layers of one rank's share, one after the other, in a CUDA
 graph, with weights, states and experts' choices that are not in the L2, and prints the
 time of a layer for both orders of its MoE (`verify_kernels.layer.LatentMoe`): "front",
-one launch for all that reads its input, and "apart", the two streams; and for both with
-the experts' second half in its early form. All must give the same bits. ``--timeline``
-prints when each launch of a layer starts and ends.
+one launch for all that reads its input, and "apart", the two streams. Both must give
+the same bits. ``--timeline`` prints when each launch of a layer starts and ends.
 
 What it lacks of an engine's layer: collectives, and the shared expert's SiTU, for which
 an elementwise product stands. Within that it takes an engine's time: 82.2 us where
@@ -18,7 +17,6 @@ Exit code 1 if the bits of the orders differ.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -59,12 +57,6 @@ LAYERS, CHOICES = 4, 3
 BLOCKS = 4
 #: M up to which an order of the MoE has one front launch.
 ORDERS = {"apart": 0, "front": MAX_ROWS}
-#: That, and whether the experts' second half is early.
-WAYS = {
-    f"{order}{early}": (front, bool(early))
-    for early in ("", " early")
-    for order, front in ORDERS.items()
-}
 FRONT = ("router", "latent_down", "shared_gate_up")
 _PARTS = ("in_proj", "o_proj", *FRONT, "shared_down", "latent_up")
 NOTE = "no engine, no collectives, a product in place of SiTU"
@@ -72,7 +64,7 @@ NOTE = "no engine, no collectives, a product in place of SiTU"
 
 @dataclass(frozen=True)
 class Bound:
-    """Products with each layer's weights; ``moes`` by way."""
+    """Products with each layer's weights; ``moes`` by order."""
 
     in_proj: list[Product]
     o_proj: list[Product]
@@ -140,8 +132,8 @@ class Chain:
             [Product(w["in_proj"], pdl=True) for w in self._weights],
             [Product(w["o_proj"], pdl=True) for w in self._weights],
             {
-                name: [self._moe(w, *way) for w in self._weights]
-                for name, way in WAYS.items()
+                name: [self._moe(w, front) for w in self._weights]
+                for name, front in ORDERS.items()
             },
         )
 
@@ -155,7 +147,7 @@ class Chain:
         empty = torch.empty(*size, dtype=torch.bfloat16, device=self._device)
         return empty.normal_(generator=self._generator)
 
-    def _moe(self, w: dict[str, Tensor], front: int, early: bool) -> LatentMoe:
+    def _moe(self, w: dict[str, Tensor], front: int) -> LatentMoe:
         weights = MoeWeights(
             router=w["router"],
             down=w["latent_down"],
@@ -166,14 +158,14 @@ class Chain:
         return LatentMoe(
             weights,
             activation=halves,
-            routed=functools.partial(self._experts, early),
+            routed=self._experts,
             side=Side(self._side),
             pdl=True,
             front_rows=front,
         )
 
     def _experts(
-        self, early: bool, latent: Tensor, logits: Tensor, ready: Callable[[], None]
+        self, latent: Tensor, logits: Tensor, ready: Callable[[], None]
     ) -> Tensor:
         """Routed by the step's own logits: a choice of experts for every turn."""
         step = self._step
@@ -184,7 +176,7 @@ class Chain:
         ready()
         return moe_experts(
             latent, self._shares, self._plan, self._bank, self._space,
-            norm_weight=self._norm, early=early,
+            norm_weight=self._norm,
         )  # fmt: skip
 
     def _mix(self, layer: int, number: int, delta: Tensor, extra: Any) -> Tensor:
@@ -256,17 +248,17 @@ def timeline(chain: Chain, order: str) -> str:
 def measure(
     chain: Chain, timer: timing.CudaTimer, floor_us: float
 ) -> dict[str, Timing]:
-    """The time of a layer in each way.
+    """The time of a layer in each order.
 
     Raises:
-        RuntimeError: one cannot be captured.
+        RuntimeError: an order cannot be captured.
     """
 
     def launch(order: str) -> Callable[[int], Any]:
         return lambda turn: chain.layer(order, turn)
 
     launches: dict[Key, Callable[[int], Any]] = {
-        (way, "pdl"): launch(way) for way in WAYS
+        (order, "pdl"): launch(order) for order in ORDERS
     }
     times = {}
     found = timer.measure(launches, LAYERS * CHOICES, floor_us)
@@ -327,8 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bank = Weights.draw(ExpertsShape.of(tp), device).bank
         for requests, width in steps:
             chain = Chain(tp, requests, width, bank, device)
-            first, *others = (chain.fresh(way) for way in WAYS)
-            same = all(torch.equal(first, other) for other in others)
+            same = torch.equal(*(chain.fresh(order) for order in ORDERS))
             right &= same
             floor = timing.floor_us(chain.bytes)
             times = measure(chain, timer, floor)
@@ -361,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             if options.timeline:
-                for order in WAYS:
+                for order in ORDERS:
                     print(f" {order}: start, end, adds\n{timeline(chain, order)}")
     if options.out:
         results.append(options.out, recorder.lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer chain: what it takes, and on a GPU that all ways agree."""
+"""The layer chain: what it takes, and on a GPU that both orders agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_without_a_gpu_it_says_so(
 
 
 @pytest.mark.gpu
-def test_all_ways_give_the_same_rows(
+def test_both_orders_give_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At every M where one may end and the other begin, and the widest."""
@@ -46,8 +46,8 @@ def test_all_ways_give_the_same_rows(
     arguments = ["--tp", "16", "--rows", "1,2,3,8,64", "--timeline", "--rounds", "3"]
     assert layer_chain.main([*arguments, "--out", str(out)]) == 0
     lines = results.read(out)
-    assert len(lines) == 20
+    assert len(lines) == 10
     assert all(line["gates"] == {"orders_agree": True} for line in lines)
     # Two mixes, three projections and KDA at least between a layer's start and end.
     text = capsys.readouterr().out
-    assert text.count("AttnRes") == 60 and "KdaKernel" in text
+    assert text.count("AttnRes") == 30 and "KdaKernel" in text

@@ -136,8 +136,8 @@ def alone(case: Case, request: int, t: int) -> Case:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_ragged_step(arch: str) -> None:
-    """Two blocks, one request whose slot is 0, one without rows; on Hopper 2 tiles."""
-    heads = 30 if arch == "sm_90a" else 8
+    """Two tiles, two blocks, one request whose slot is 0, one without rows."""
+    heads = 30 if arch == "sm_90a" else 22
     case = mla_cases.make(
         [70, 9, 5, 0], [3, 0, 2, 2], heads=heads, page=16, rows=9, dead=(2,), gap=8
     )

@@ -24,7 +24,6 @@ from verify_kernels.moe import (
     reference,
 )
 from verify_kernels.moe.experts import (
-    EARLY_FORMS,
     FORMS,
     SHAPES,
     ExpertWorkspace,
@@ -434,17 +433,10 @@ def test_rows_do_not_depend_on_batch_mates(shape: Shape, held: int) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "held", "early"),
-    [
-        (*form, early)
-        for form in FORMS
-        for early in (False, True)
-        if form[0][1] not in (768, 1536) and (not early or form in EARLY_FORMS)
-    ],
-    ids=str,
+    ("shape", "held"), [f for f in FORMS if f[0][1] not in (768, 1536)], ids=str
 )
 def test_a_thousand_repeats_with_another_stream_busy(
-    shape: Shape, held: int, early: bool, norm: bool, pdl: bool
+    shape: Shape, held: int, norm: bool, pdl: bool
 ) -> None:
     bank = some_experts(shape, held, 7)
     weight = torch.linspace(0.5, 2, shape[0], device="cuda").bfloat16()
@@ -469,15 +461,14 @@ def test_a_thousand_repeats_with_another_stream_busy(
             live[:m].copy_(latent[:m])
             space.inner.fill_(torch.nan)
             space.sums.fill_(torch.nan)
-            one(live[:m], shares, plan, bank, space, out[:m], early=early, pdl=pdl)
+            one(live[:m], shares, plan, bank, space, out[:m], pdl=pdl)
             wrong += (out[:m] != wanted).sum()
     assert int(wrong) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("early", [False, True])
-def test_programmatic_neighbours_wait_for_each_other(norm: bool, early: bool) -> None:
+def test_programmatic_neighbours_wait_for_each_other(norm: bool) -> None:
     """Routing, experts, routing, experts of other rows through the same workspace and
     the same plan, all launched programmatically with nothing of torch's between."""
     shape, held = (3584, 192, 896, 16), 192
@@ -503,6 +494,6 @@ def test_programmatic_neighbours_wait_for_each_other(norm: bool, early: bool) ->
     for i in range(rounds):
         for (logits, shares, ids, latent, _), out in zip(steps, found, strict=True):
             moe_route(logits, bias, shape[3], plan, shares, ids)
-            one(latent, shares, plan, bank, space, out[i], early=early)
+            one(latent, shares, plan, bank, space, out[i])
     for (*_, wanted), out in zip(steps, found, strict=True):
         assert (out == wanted).all()

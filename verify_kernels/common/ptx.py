@@ -207,11 +207,10 @@ def load_global_128_if(address, live, offset=0, old=(), hint="", *, loc=None, ip
 
 
 @dsl_user_op
-def load_global_words_if(address, live, old, hint="", *, loc=None, ip=None):
+def load_global_words_if(address, live, old, *, loc=None, ip=None):
     """As many 32-bit words as ``old`` has, 1, 2 or 4, aligned to all of them, where the
     Int32 ``live`` is not 0, and ``old`` elsewhere; as `load_global_128_if`. Clobber."""
-    space = f"global{hint}"
-    return _load_if(space, Int64(address), Int32(live), 0, old, loc, ip, len(old))
+    return _load_if("global", Int64(address), Int32(live), 0, old, loc, ip, len(old))
 
 
 @dsl_user_op

@@ -3,7 +3,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, Int64
+from cutlass import Float32, Int16, Int32
 
 from verify_kernels.common import ptx
 from verify_kernels.common.shared import put
@@ -45,19 +45,6 @@ def open_once(address, mine, size):
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 
 
-def plain(tensor, index):
-    """A number of an Int32 tensor."""
-    return tensor[index]
-
-
-def from_l2(tensor, index):
-    """The same ahead of ``griddepcontrol.wait``, of what an earlier kernel than the one
-    that is waited for has written: an SM's L1 may still hold what was there before."""
-    address = tensor.iterator.toint() + Int64(4) * index
-    (value,) = ptx.load_global_words_if(address, Int32(1), (Int32(0),), ".cg")
-    return value
-
-
 class Plan:
     """An `ExpertPlan` in shared memory, as 16-bit numbers.
 
@@ -81,14 +68,14 @@ class Plan:
             at += 2 * threads * -(-size // threads)
         self.end = at
 
-    def copy(self, base, tensors, thread, load=plain):
+    def copy(self, base, tensors, thread):
         """From the three tensors, all of it under way at once; for all threads, and a
-        barrier must follow. ``load`` is `plain` or `from_l2`."""
+        barrier must follow."""
         copies = []
         for tensor, size, to in zip(tensors, self._sizes, self._places, strict=True):
             for first in range(0, size, self._threads):
                 index = first + thread
-                value = load(tensor, cutlass.min(index, size - 1))
+                value = tensor[cutlass.min(index, size - 1)]
                 copies.append((base + to + 2 * index, value.to(Int16)))
         for copy in copies:
             put(*copy, Int16)

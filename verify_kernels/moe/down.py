@@ -23,9 +23,7 @@ H200. Where the experts were dealt out by id, which keeps a row's sum in registe
 largest of eight parts had a third more than the mean, of eight rows of 896 experts, and
 every eight rows read their experts for themselves.
 
-Early loads: none; which weights are needed is known when routing has ended. The form
-that is ``early`` reads the plan and asks for its first weights ahead of its wait: it is
-let in by the first half, which lets nothing in before it has waited for routing itself.
+Early loads: none; which weights are needed is known when routing has ended.
 """
 
 import cutlass
@@ -42,9 +40,7 @@ from verify_kernels.moe.device import (
     Plan,
     after,
     clear,
-    from_l2,
     hidden_zero,
-    plain,
     product,
     read_block,
     read_factors,
@@ -83,8 +79,6 @@ class ExpertsDownKernel:
         experts: E, experts that there are.
         top_k: K.
         held: columns that the layer has, I and then zeros.
-        early: the kernel before this one lets dependents in only when what `moe_route`
-            wrote is there.
     """
 
     pdl = True
@@ -99,23 +93,9 @@ class ExpertsDownKernel:
         "counts",
         "out",
     )
-    early_loads: tuple[str, ...] = ()
+    early_loads = ()
 
-    def __init__(
-        self,
-        latent: int,
-        inner: int,
-        experts: int,
-        top_k: int,
-        held: int,
-        *,
-        early: bool = False,
-    ):
-        self.early = early
-        if early:
-            self.early_loads = tuple(
-                n for n in self.parameters if n not in ("x", "out")
-            )
+    def __init__(self, latent: int, inner: int, experts: int, top_k: int, held: int):
         self.latent = latent
         self.inner = inner
         self.parts = parts_of(inner)
@@ -189,13 +169,11 @@ class ExpertsDownKernel:
         for slot in cutlass.range_constexpr(self.ring):
             for i in cutlass.range_constexpr(GROUPS):
                 clear(to + SLOT_BYTES * slot + TOKENS_AT + PAIRS * ROW_BYTES * i, lane)
-        if cutlass.const_expr(not self.early):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
-        load = from_l2 if self.early else plain
-        used = load(counts, Int32(0))
-        self.plan.copy(base, (experts, offsets, pairs), thread, load)
+        used = counts[0]
+        self.plan.copy(base, (experts, offsets, pairs), thread)
         cute.arch.sync_threads()
         items = used * self.items
         zero = hidden_zero(used)
@@ -207,19 +185,7 @@ class ExpertsDownKernel:
             base, words, scales, first, there, lane
         )
         row, own = self.row_of(base, x, part, begin, count, Int32(0), lane)
-        if cutlass.const_expr(self.early):
-            if there:
-                for q in cutlass.range_constexpr(self.ring - self.lag):
-                    self.blocks_of(to, q, q, at)
-                    self.scales_of(to, q, q, scales_at, lane)
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            if there:
-                # All weights are of the first group of copies.
-                for q in cutlass.range_constexpr(self.ring - self.lag):
-                    self.rows_of(to, q, q, row, own)
-                    ptx.commit_copies()
-        elif there:
+        if there:
             for q in cutlass.range_constexpr(self.ring - self.lag):
                 self.request(to, q, q, at, scales_at, row, own, lane)
         total = cute.make_rmem_tensor((4 * TILES,), Float32)
@@ -295,41 +261,24 @@ class ExpertsDownKernel:
         own, lane,
     ):  # fmt: skip
         """Copies of the q-th step from there on."""
-        self.blocks_of(to, slot, q, at)
-        self.rows_of(to, slot, q, row, own)
-        self.scales_of(to, slot, q, scales_at, lane)
-        ptx.commit_copies()
-
-    @cute.jit
-    def blocks_of(self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, at):
-        """Copies of a step's blocks of weights."""
-        mine = to + CHUNK * cute.arch.lane_idx()
+        mine = to + CHUNK * lane
+        place = SLOT_BYTES * slot
+        always = Int32(1)
         for b in cutlass.range_constexpr(BLOCKS):
             ptx.copy_async_128_if(
-                mine, at, Int32(1), SLOT_BYTES * slot + BLOCK_BYTES * b,
+                mine, at, always, place + BLOCK_BYTES * b,
                 self.step_bytes * (BLOCKS * q + b),
             )  # fmt: skip
-
-    @cute.jit
-    def rows_of(self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, row, own):
-        """Copies of the pairs' h."""
-        mine = to + CHUNK * cute.arch.lane_idx()
         for i in cutlass.range_constexpr(GROUPS):
             ptx.copy_async_128_if(
-                mine, row, own,
-                SLOT_BYTES * slot + TOKENS_AT + PAIRS * ROW_BYTES * i,
+                mine, row, own, place + TOKENS_AT + PAIRS * ROW_BYTES * i,
                 ROW_BYTES * (GROUPS * q + i),
             )  # fmt: skip
-
-    @cute.jit
-    def scales_of(
-        self, to, slot: cutlass.Constexpr, q: cutlass.Constexpr, scales_at, lane
-    ):
-        """Copies of the blocks' scales."""
         ptx.copy_async_128_if(
-            to + CHUNK * lane, scales_at, Int32(lane < GROUPS * ROWS // CHUNK),
-            SLOT_BYTES * slot + SCALES_AT, self.rows * GROUPS * q,
+            mine, scales_at, Int32(lane < GROUPS * ROWS // CHUNK), place + SCALES_AT,
+            self.rows * GROUPS * q,
         )  # fmt: skip
+        ptx.commit_copies()
 
     @cute.jit
     def multiply(

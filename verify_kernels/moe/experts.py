@@ -40,8 +40,6 @@ FORMS = (
     ((128, 64, 16, 4), 64),
     ((128, 64, 16, 4), 256),
 )
-#: Those whose second half has an early form: K3's at TP 8 and 16, tiny-k3's.
-EARLY_FORMS = tuple(form for form in FORMS if form[0][1] <= 384)
 #: Of an SM.
 REGISTERS = 65536
 #: CTAs of a half that an SM holds.
@@ -150,8 +148,8 @@ class ExpertBank:
         return (shape, self.held) in FORMS
 
     def variant_name(self, half: str, shape: Shape) -> str:
-        """Name of a half, "up", "up_alone", "down" or "down_early"; says all that its
-        kernel is made from."""
+        """Name of a half, "up", "up_alone" or "down"; says all that its kernel is made
+        from."""
         return _name(half, shape, self.held)
 
     def first_half(self, sms: int, pairs: int) -> tuple[str, int]:
@@ -313,14 +311,13 @@ def variants() -> list[Variant]:
     second = [
         Variant(
             op="moe",
-            name=_name("down_early" if early else "down", shape, held),
-            kernel=ExpertsDownKernel(*shape, held, early=early),
+            name=_name("down", shape, held),
+            kernel=ExpertsDownKernel(*shape, held),
             arguments=functools.partial(_down_arguments, *shape, held),
             max_registers=REGISTERS // (CTAS_PER_SM * DOWN_THREADS),
             max_shared_bytes=113 * 1024,
         )
-        for early, forms in ((False, FORMS), (True, EARLY_FORMS))
-        for shape, held in forms
+        for shape, held in FORMS
     ]
     sums = dict.fromkeys((s[0], s[3], parts_of(s[1])) for s in SHAPES)
     third = [
@@ -355,7 +352,6 @@ def moe_experts(
     norm_eps: float = 1e-5,
     beta: float = SITU_BETA,
     linear_beta: float = SITU_LINEAR_BETA,
-    early: bool = False,
     pdl: bool = True,
 ) -> Tensor:
     """This rank's weighted sum of the chosen experts; three launches.
@@ -380,9 +376,6 @@ def moe_experts(
             none. Not for a rank's part of the sum.
         norm_eps: added to the mean square.
         beta, linear_beta: of SiTU.
-        early: the second half asks for its first weights while the first half runs;
-            for the `EARLY_FORMS`, elsewhere without effect. The same bits. Right on the
-            CPU machine, not run on a GPU yet.
         pdl: launch without waiting for earlier kernels to end; the kernels wait
             themselves.
 
@@ -454,9 +447,7 @@ def moe_experts(
         clusters,
         int(pdl),
     )
-    asks_early = early and (shape, bank.held) in EARLY_FORMS
-    second = "down_early" if asks_early else "down"
-    _compiled(device.index, bank.variant_name(second, shape))(
+    _compiled(device.index, bank.variant_name("down", shape))(
         space.inner,
         bank.down.words,
         bank.down.scales,
