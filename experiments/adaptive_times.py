@@ -19,17 +19,15 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from dspark_k3 import settings
 from experiments import results
 from experiments.bench.record import versions
-from experiments.corpora import Kind, held_out_prompts
-from experiments.gpu_engine import fleet, lines, mixed
+from experiments.corpora import KINDS, held_out_prompts
+from experiments.gpu_engine import fleet, lines, mixed, tiny_k3
 
-TINY = Path(__file__).resolve().parent / "tiny"
 ROUNDS = Path(__file__).resolve().parent / "results/cpu/tiny_k3_rounds.jsonl.xz"
-KINDS: tuple[Kind, ...] = get_args(Kind)
 DRAFTS = 7
 PLAIN, ADAPTIVE, CALIBRATED = "plain", "adaptive", "adaptive-calibrated"
 METRIC = "tokens_per_second_per_user"
@@ -84,27 +82,10 @@ def spec(name: str, drafter: Path, options: Mapping[str, Any]) -> fleet.EngineSp
         "draft_sampler": "ours",
         "draft_attention": "ours",
     }
-    engine: dict[str, Any] = {
-        "model": str(TINY / "k3-target"),
-        "dtype": "bfloat16",
-        "max_model_len": 1024,
-        "max_num_seqs": 8,
-        "gpu_memory_utilization": 0.03,
-        "kv_cache_memory_bytes": 1 << 30,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "seed": 0,
-        "additional_config": {settings.KEY: ours},
-    }
+    engine = tiny_k3.engine() | {"additional_config": {settings.KEY: ours}}
     if drafts := drafts_of(name):
         adaptive = name in (ADAPTIVE, CALIBRATED)
-        engine["speculative_config"] = {
-            "method": "dspark",
-            "model": str(drafter),
-            "num_speculative_tokens": drafts,
-            "draft_sample_method": "probabilistic",
-            **({"enable_adaptive_verification": True} if adaptive else {}),
-        }
+        engine["speculative_config"] = tiny_k3.speculation(drafts, adaptive, drafter)
     return fleet.EngineSpec(name, engine, mixed.JOB, dict(options))
 
 
@@ -115,7 +96,7 @@ def calibrated_drafter(folder: Path) -> Path:
     """
     from dspark_k3.cli import app
 
-    shutil.copytree(TINY / "k3-dspark", folder, dirs_exist_ok=True)
+    shutil.copytree(tiny_k3.DRAFTER, folder, dirs_exist_ok=True)
     found = folder / "calibration.json"
     found.unlink(missing_ok=True)
     command = ["calibrate", "--draft", str(folder), "--recorded", str(ROUNDS)]
@@ -197,7 +178,7 @@ def main(
     except ValueError as error:
         parser.error(str(error))
     specs = [
-        spec(name, own if name == CALIBRATED else TINY / "k3-dspark", asked)
+        spec(name, own if name == CALIBRATED else tiny_k3.DRAFTER, asked)
         for name in names()
     ]
     outcomes = fleet.run(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Kind = Literal["stdlib", "generated"]
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 EOS, MASK, VOCAB_SIZE = 256, 257, 260
 #: Folders of the standard library that are test data or vendored bundles.

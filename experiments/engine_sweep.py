@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance lengths 1 to 8 in the running engine, stock beside ours, and the model.
 
-``python -m experiments.engine_sweep measure --layers 48 --k 0,7 --batch 1,8 --out
+``python -m experiments.engine_sweep measure --layers 40 --k 0,7 --batch 1,8 --out
 sweep.jsonl`` starts an engine for each target and draft length and lets it decode at
 each acceptance length (`experiments.gpu_engine.lengths`); run again with other ``--k``
 it adds to the file. ``python -m experiments.engine_sweep report sweep.jsonl
@@ -23,13 +23,14 @@ these are times and no claim of equal text.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import k3_shapes, results
+from experiments import k3_shapes, layer_plot, results
 from experiments.gpu_engine import fleet, lengths, lines
 from experiments.plots import _DPI, PALETTE, _caption, _matplotlib
 from experiments.results import Line
@@ -42,11 +43,7 @@ HOST = 0.05
 #: Lengths of AL(7), 8 being what vLLM's verify step gives at most.
 LENGTHS = tuple(float(length) for length in range(1, k3_shapes.MAX_DRAFTS + 2))
 _SIZES = ("k", "batch")
-SIDES = {
-    "stock": "vLLM 0.33",
-    "ours": "dspark-k3",
-    "drafter": "dspark-k3, in the drafter too",
-}
+SIDES = {**layer_plot.SIDES, "drafter": "dspark-k3, in the drafter too"}
 
 
 @dataclass(frozen=True)
@@ -298,18 +295,8 @@ def _measure(
     start: fleet.Launch | None,
 ) -> int:
     """Run the engines and add their lines; what went wrong is said at the end."""
-    try:
-        wanted = lines.plans(options, options.k, options.batch, wall=options.wall)
-        specs = [
-            lengths.spec(plan, options.lengths, options.work / "models")
-            for plan in wanted
-        ]
-    except ValueError as error:
-        parser.error(str(error))
-    outcomes = lines.run(options, wanted, start or fleet.launcher(options.fork), specs)
-    recorder = results.Recorder(
-        versions=lines.versions(outcomes), commit=options.commit
-    )
+    spec = functools.partial(lengths.spec, lengths=options.lengths)
+    outcomes, recorder = lines.measured(parser, options, start, spec, wall=options.wall)
     wrong = []
     for outcome in outcomes.values():
         if outcome.error:
@@ -317,7 +304,6 @@ def _measure(
             continue
         for point in outcome.result["points"]:
             add_lines(recorder, outcome.result["plan"], point, outcome.result["gpu"])
-    lines.say(lines.step_table(outcomes))
     lines.save(recorder, options.out)
     for line in wrong:
         lines.say(f"WRONG: {line}")

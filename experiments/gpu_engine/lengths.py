@@ -45,7 +45,7 @@ def at_length(plan: Plan, length: float) -> Plan:
     return replace(plan, length=curve(length).length(plan.k))
 
 
-def spec(plan: Plan, lengths: Sequence[float], models: Path) -> EngineSpec:
+def spec(plan: Plan, models: Path, lengths: Sequence[float]) -> EngineSpec:
     """The engine of a plan that goes through ``lengths``.
 
     Raises ValueError as `measure.check` does, also for a length that needs more tokens
@@ -63,11 +63,13 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
     lengths = given.pop("lengths")
     plan = Plan(**given)
     vocabulary = k3_shapes.VOCAB // plan.share
-    measure.generate(llm, plan, 1, 16, vocabulary)
-    # The GPU's time is taken at the plan's own length; `decode` is the wall's.
     timing = replace(plan, wall=0, trace=0)
+    # vLLM's own rates at the plan's length, with which the engine has started.
+    own = AcceptanceCurve.minimum_variance(plan.acceptance_length, max(plan.k, 1))
+    measure.generate(llm, plan, 1, 16, vocabulary)
     points = []
     for batch in plan.batches:
+        accept(llm, plan, own)
         point = measure.point(llm, timing, batch, vocabulary)
         # Without drafts all lengths are one.
         at = [
@@ -83,6 +85,13 @@ def job(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
         ]
         points.append(point | {"lengths": at})
     return measure.answer(llm, options, points)
+
+
+def accept(llm: Any, plan: Plan, given: AcceptanceCurve) -> None:
+    """Have the engine accept the plan's drafts at a curve's first rates."""
+    if plan.k:
+        rates = json.dumps(given.conditional[: plan.k])
+        llm.collective_rpc("k3_accept", args=(rates,))
 
 
 def decode(
@@ -101,9 +110,7 @@ def decode(
         ValueError: fewer than three steps were of all requests, or none was enqueued
             ahead.
     """
-    if plan.k:
-        rates = json.dumps(curve(length).conditional[: plan.k])
-        llm.collective_rpc("k3_accept", args=(rates,))
+    accept(llm, plan, curve(length))
     record = functools.partial(measure.recorded, llm, plan, batch, vocabulary)
     timed = [s for s in record("gpu", plan.gpu, spin_us=spin_us) if s["queued"]]
     before = spec_counters(llm.get_metrics())

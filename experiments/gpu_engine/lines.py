@@ -128,14 +128,12 @@ def plans(
 def run(
     options: argparse.Namespace,
     wanted: Sequence[measure.Plan],
-    start: fleet.Launch = fleet.launch,
-    specs: Sequence[fleet.EngineSpec] | None = None,
+    specs: Sequence[fleet.EngineSpec],
+    start: fleet.Launch,
 ) -> dict[str, fleet.Outcome]:
-    """Measure the plans, or what ``specs`` say of them; outcomes by plan name."""
+    """Run the plans' engines; outcomes by plan name."""
     parallel = options.parallel or measure.engines_at_once(wanted)
     say(f"{len(wanted)} engines, {parallel} at a time; logs in {options.work}")
-    if specs is None:
-        specs = [measure.spec(plan, options.work / "models") for plan in wanted]
     if options.ranks:
         ranks.check_environment(os.environ)
         specs = ranks.with_ports(specs)
@@ -153,6 +151,8 @@ def measured(
     parser: argparse.ArgumentParser,
     options: argparse.Namespace,
     start: fleet.Launch | None,
+    spec: Callable[[measure.Plan, Path], fleet.EngineSpec] = measure.spec,
+    **further: Any,
 ) -> tuple[dict[str, fleet.Outcome], results.Recorder]:
     """Measure what ``options`` asks for and print the table of steps.
 
@@ -160,15 +160,19 @@ def measured(
         parser: ends the command with a message when the options do not fit.
         options: of `common_arguments`, and ``k`` and ``batch``.
         start: starts an engine's process; None as ``options.fork`` says.
+        spec: the engine of a plan, given the folder for its models; may raise
+            ValueError.
+        further: fields of the plans.
 
     Returns:
         Outcomes by plan name, and an empty recorder with the run's provenance.
     """
     try:
-        wanted = plans(options, options.k, options.batch)
+        wanted = plans(options, options.k, options.batch, **further)
+        specs = [spec(plan, options.work / "models") for plan in wanted]
     except ValueError as error:
         parser.error(str(error))
-    outcomes = run(options, wanted, start or fleet.launcher(options.fork))
+    outcomes = run(options, wanted, specs, start or fleet.launcher(options.fork))
     say(step_table(outcomes))
     return outcomes, results.Recorder(
         versions=versions(outcomes), commit=options.commit

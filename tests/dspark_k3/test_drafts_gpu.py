@@ -13,15 +13,15 @@ import pytest
 
 from dspark_k3 import settings
 from experiments.corpora import held_out_prompts
-from experiments.gpu_engine import fleet
+from experiments.gpu_engine import fleet, tiny_k3
 from tests.dspark_k3 import shadow
 from tests.dspark_k3.suite import cases
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu, pytest.mark.timeout(900)]
 
 PAIRS = {
-    "k3": (cases.TARGET, cases.DRAFTER),
-    "qwen3": (cases.TINY / "target", cases.TINY / "dspark-vanilla"),
+    "k3": (tiny_k3.TARGET, tiny_k3.DRAFTER),
+    "qwen3": (tiny_k3.TINY / "target", tiny_k3.TINY / "dspark-vanilla"),
 }
 MANNERS = {"greedy": 0.0, "sampled": 1.0}
 DRAFTS = 10_000
@@ -34,28 +34,15 @@ def spec(name: str) -> fleet.EngineSpec:
     pair, manner = name.split("-")
     target, drafter = PAIRS[pair]
     greedy = manner == "greedy"
-    engine = {
-        "model": str(target),
-        "dtype": "bfloat16",
-        "max_model_len": 1024,
-        "max_num_seqs": 8,
-        "gpu_memory_utilization": 0.03,
-        "kv_cache_memory_bytes": 1 << 30,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "seed": 0,
+    speculation = tiny_k3.speculation(7, not greedy and pair == "k3", drafter)
+    engine = tiny_k3.engine(target) | {
         "worker_extension_cls": shadow.WORKER,
         "enforce_eager": pair == "qwen3",
         "additional_config": {
             settings.KEY: {"target": pair == "k3", "draft_sampler": "ours"}
         },
-        "speculative_config": {
-            "method": "dspark",
-            "model": str(drafter),
-            "num_speculative_tokens": 7,
-            "draft_sample_method": "greedy" if greedy else "probabilistic",
-            **({} if greedy else {"enable_adaptive_verification": pair == "k3"}),
-        },
+        "speculative_config": speculation
+        | {"draft_sample_method": "greedy" if greedy else "probabilistic"},
     }
     lengths = [5, 17, 40, 64, 100, 130, 33, 8]
     prompts = held_out_prompts("stdlib", 8, max(lengths))

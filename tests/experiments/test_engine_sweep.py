@@ -60,6 +60,10 @@ class FakeLlm(recorder.StepRecorder):
     def generate(self, plan: Plan, batch: int, steps: int) -> None:
         self.asked.append((batch, plan.acceptance_length))
         rates = self.model_runner.rejection_sampler.synthetic_conditional_rates
+        # As many tokens are asked for as the rates give in the steps that are wanted.
+        if rates is not None and len(self.asked) > 1:
+            expected = 1 + float(rates.cumprod(0).sum())
+            assert plan.acceptance_length == pytest.approx(expected, rel=1e-6)
         self.model_runner.execute_model(scheduled(1024 * batch, batch, new=batch))
         self.model_runner.sample_tokens(None)
         for _ in range(steps):
@@ -77,7 +81,7 @@ def run_job(monkeypatch: pytest.MonkeyPatch, k: int) -> tuple[FakeLlm, Any]:
         lambda llm, plan, batch, steps, _: llm.generate(plan, batch, steps),
     )
     llm = FakeLlm(k)
-    options = lengths.spec(replace(PLAN, k=k), (1, 4, 8), Path("/tmp/x")).options
+    options = lengths.spec(replace(PLAN, k=k), Path("/tmp/x"), (1, 4, 8)).options
     return llm, lengths.job(llm, json.loads(json.dumps(options)))
 
 
@@ -119,10 +123,10 @@ def test_rates_need_synthetic_rejection_of_as_many_drafts() -> None:
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="acceptance length is 9"):
-        lengths.spec(PLAN, (9,), tmp_path)
+        lengths.spec(PLAN, tmp_path, (9,))
     with pytest.raises(ValueError, match="the context is 4096"):
-        lengths.spec(replace(PLAN, wall=390), (2, 8), tmp_path)
-    lengths.spec(replace(PLAN, wall=390), (2, 4), tmp_path)
+        lengths.spec(replace(PLAN, wall=390), tmp_path, (2, 8))
+    lengths.spec(replace(PLAN, wall=390), tmp_path, (2, 4))
     with pytest.raises(ValueError, match="length=9: 7 drafts give 1 to 8"):
         measure.check(replace(PLAN, length=9))
 

@@ -67,7 +67,7 @@ def test_script_trains_a_pair_from_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few steps lower the drafter's loss, and what is written loads."""
-    texts = {kind: corpora.held_out_bytes(kind) for kind in corpora.KINDS}  # type: ignore[arg-type]
+    texts = {kind: corpora.held_out_bytes(kind) for kind in corpora.KINDS}
     monkeypatch.setattr(train_tiny, "training_bytes", lambda kind: texts[kind])
     monkeypatch.setattr(train_tiny, "SEQUENCE", 64)
     losses = []

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from dspark_k3 import settings
 from experiments.corpora import KINDS, held_out_bytes, held_out_prompts
+from experiments.gpu_engine import tiny_k3
 from experiments.gpu_engine.fleet import EngineSpec
+from experiments.gpu_engine.tiny_k3 import MAX_BATCH, MAX_LEN
 from tests.dspark_k3.suite import jobs
 
-TINY = Path(__file__).resolve().parents[3] / "experiments" / "tiny"
-TARGET, DRAFTER = TINY / "k3-target", TINY / "k3-dspark"
-
-MAX_LEN, MAX_BATCH = 1024, 8
+TARGET, DRAFTER = tiny_k3.TARGET, tiny_k3.DRAFTER
 DRAFTS = range(1, 8)
 #: New tokens of the batch groups: more than a cache block, so that every request
 #: crosses an edge while it speculates.
@@ -82,19 +80,7 @@ class Case:
 
 def spec(case: Case) -> EngineSpec:
     """The engine of a case."""
-    engine: dict[str, Any] = {
-        "model": str(TARGET),
-        "dtype": "bfloat16",
-        "max_model_len": MAX_LEN,
-        "max_num_seqs": MAX_BATCH,
-        "gpu_memory_utilization": 0.03,
-        "kv_cache_memory_bytes": 1 << 30,
-        "enable_prefix_caching": False,
-        "enforce_eager": case.eager,
-        "disable_log_stats": False,
-        "max_logprobs": -1,
-        "seed": 0,
-    }
+    engine = tiny_k3.engine() | {"enforce_eager": case.eager, "max_logprobs": -1}
     if case.asked:
         ours: dict[str, Any] = {"target": True}
         if case.stock:
@@ -107,13 +93,7 @@ def spec(case: Case) -> EngineSpec:
             ours |= {"draft_sampler": case.drafter, "draft_attention": case.drafter}
         engine["additional_config"] = {settings.KEY: ours}
     if case.k:
-        engine["speculative_config"] = {
-            "method": "dspark",
-            "model": str(DRAFTER),
-            "num_speculative_tokens": case.k,
-            "draft_sample_method": "probabilistic",
-            **({"enable_adaptive_verification": True} if case.adaptive else {}),
-        }
+        engine["speculative_config"] = tiny_k3.speculation(case.k, case.adaptive)
     return EngineSpec(
         case.name,
         engine | case.engine,
@@ -162,7 +142,7 @@ def sampled_groups() -> dict[str, Any]:
     """Held-out prompts by kind of text, for acceptance at temperature 1."""
     return {
         kind: {
-            "prompts": held_out_prompts(kind, ACCEPTANCE_PROMPTS),  # type: ignore[arg-type]
+            "prompts": held_out_prompts(kind, ACCEPTANCE_PROMPTS),
             "max_tokens": ACCEPTANCE_TOKENS,
             "seed": 1000,
         }
